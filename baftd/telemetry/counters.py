@@ -1,0 +1,80 @@
+"""Counters: whole numbers that only grow, each with a name and a meaning written down in one table."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+__all__ = ["CLIENT_COUNTERS", "DAEMON_COUNTERS", "JOB_COUNTERS", "Counters"]
+
+JOB_COUNTERS: Mapping[str, str] = {
+    "snapshots": "steps committed at the memory tier",
+    "sealed": "shards sealed by ranks of this node",
+    "verified": "shards of this node whose digest was recorded",
+    "skipped": "skips reported by ranks of this node",
+    "torn": "snapshots dropped because the state changed under the copy",
+    "dead": "steps declared dead",
+    "no_slot": "boundaries for which no slot was free",
+    "durable_written": "checkpoints committed at the durable tier",
+    "durable_failed": "durable writes that failed",
+    "durable_bytes": "bytes written to the durable tier",
+    "durable_removed": "durable checkpoints removed by retention or gc",
+    "quarantined": "checkpoints quarantined after a failed verification",
+    "restores": "restore plans taken by resume()",
+    "passed_over": "newer steps passed over by restore plans",
+    "fenced": "processes of an older start that were told to write nothing any more",
+    "lost_ranks": "training processes that ended without finish() or leave()",
+}
+"""Counters of one job on one node."""
+
+DAEMON_COUNTERS: Mapping[str, str] = {
+    "messages": "messages received",
+    "bad_messages": "messages refused: not a message, another protocol version, a wrong field",
+    "foreign_peers": "messages of users that may not speak to this daemon",
+    "errors_answered": "requests answered with an error",
+    "reconnects": "hellos that brought a token along",
+    "swept_files": "files removed by the sweep at start and by gc",
+    "journal_repairs": "journals and manifests with a torn or damaged tail",
+    "internal_errors": "unexpected exceptions; each is in the log with its traceback",
+}
+"""Counters of one daemon."""
+
+CLIENT_COUNTERS: Mapping[str, str] = {
+    "boundaries": "calls of step()",
+    "begun": "snapshots begun",
+    "sealed": "snapshots sealed",
+    "skipped": "boundaries without a snapshot, whatever the reason",
+    "torn": "snapshots dropped because the state changed under the copy",
+    "no_slot": "skipped: the daemon had granted no slot",
+    "no_daemon": "skipped: the daemon was away",
+    "too_big": "skipped: the small state had outgrown its room",
+    "late": "fences that had to wait for the copy",
+    "reconnects": "times the connection to the daemon was made anew",
+    "declared": "times the layout was declared",
+    "audits": "snapshots compared byte by byte",
+    "errors": "unexpected failures inside the session, none of which reached the training loop",
+}
+"""Counters of one training process."""
+
+
+class Counters:
+    """Thread-safe counters over one of the tables above; a name that is not in the table is a `KeyError`."""
+
+    def __init__(self, table: Mapping[str, str]) -> None:
+        self._lock = threading.Lock()
+        self._values = dict.fromkeys(table, 0)
+
+    def add(self, name: str, count: int = 1) -> None:
+        """Add `count` (not negative) to `name`."""
+        if count < 0:
+            raise ValueError(f"counter {name} cannot go down by {-count}")
+        with self._lock:
+            self._values[name] += count
+
+    def __getitem__(self, name: str) -> int:
+        return self._values[name]
+
+    def as_dict(self) -> dict[str, int]:
+        """A copy of all values, in the order of the table."""
+        with self._lock:
+            return dict(self._values)
