@@ -54,7 +54,7 @@ def encode_record(value: Any) -> bytes:
     Raises `FormatError` when the value cannot be written in MessagePack or is longer than `MAX_RECORD`.
     """
     try:
-        payload = msgpack.packb(value, use_bin_type=True)
+        payload: bytes = msgpack.packb(value, use_bin_type=True)
     except (TypeError, ValueError, OverflowError) as error:
         raise FormatError(f"a record cannot be written: {error}") from error
     if len(payload) > MAX_RECORD:

@@ -1,7 +1,7 @@
 """What a durable tier is: the values it deals in and the operations every implementation offers.
 
-A tier keeps checkpoints, each one made of shards (one a rank). Every node writes the shards of its own ranks; whoever
-commits writes the checkpoint's manifest, last. A checkpoint without that manifest is incomplete and never restored from.
+A tier keeps checkpoints, each one made of shards (one a rank). Every node writes the shards of its own ranks;
+whoever commits writes the checkpoint's manifest, last. Without that manifest it is incomplete and never restored from.
 All operations block and are meant for a worker thread; they are safe to call from several threads as long as no two
 of them concern the same shard. Offsets, lengths and rates are in bytes, deadlines in seconds of the tier's clock.
 """
@@ -59,7 +59,7 @@ class ShardRecord:
     node: str
     path: str
     """Of the shard file, for people. A commit looks for its own tier's place of the shard, never here."""
-    bytes: int
+    nbytes: int
     root_digest: bytes
     """16 bytes: `baftd.checkpoint.shard.root_digest` of the chunk digests and the length."""
     tree_digest: bytes
@@ -73,7 +73,7 @@ class ShardRecord:
             "rank": self.rank,
             "node": self.node,
             "path": self.path,
-            "bytes": self.bytes,
+            "nbytes": self.nbytes,
             "root_digest": self.root_digest,
             "tree_digest": self.tree_digest,
             "manifest_digest": self.manifest_digest,
@@ -82,18 +82,18 @@ class ShardRecord:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> ShardRecord:
         """The inverse of `to_fields`; raises `FormatError` naming a field that is missing or of another type."""
-        kinds = {
+        kinds: dict[str, type] = {
             "rank": int,
             "node": str,
             "path": str,
-            "bytes": int,
+            "nbytes": int,
             "root_digest": bytes,
             "tree_digest": bytes,
             "manifest_digest": bytes,
         }
         for name, kind in kinds.items():
             value = fields.get(name)
-            if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+            if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
                 raise FormatError(f"shard record: field {name!r} is {value!r}, not a {kind.__name__}")
             if name.endswith("_digest") and len(fields[name]) != 16:
                 raise FormatError(f"shard record: field {name!r} has {len(fields[name])} bytes, not 16")
@@ -115,7 +115,7 @@ class DurableCheckpoint:
     """Where its epoch branched off; None: the job's first epoch, or unknown."""
     updates: int = 0
     world: int = 0
-    bytes: int = 0
+    nbytes: int = 0
     """Of all shards of a complete one; of the files that are there for others."""
     plan_digest: bytes = b""
     parts: tuple[ShardRecord, ...] = ()
@@ -133,7 +133,7 @@ class VerifyLine:
     rank: int | None = None
     chunk: int | None = None
     """Index of the first damaged chunk."""
-    bytes: int = 0
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Sweep:
     """What a sweep removed (or would remove): one line a file, and the bytes."""
 
     lines: tuple[str, ...] = ()
-    bytes: int = 0
+    nbytes: int = 0
     problems: tuple[str, ...] = field(default=())
     """What could not be removed, and why."""
 
@@ -268,7 +268,7 @@ class Tier(Protocol):
     ) -> DurableCheckpoint:
         """Name the checkpoint complete: write its manifest, last. Repeating it is harmless.
 
-        Raises `VerificationFailed` when a shard is missing or is not the one in `records`, `Fenced`, `NoRoom`, `Degraded`.
+        Raises `VerificationFailed` when a shard is missing or not the one in `records`; `Fenced`, `NoRoom`, `Degraded`.
         """
         ...
 
@@ -277,7 +277,7 @@ class Tier(Protocol):
         ...
 
     def list(self, job: str) -> Sequence[DurableCheckpoint]:
-        """What is there, newest (epoch, step) first. Reads manifests and sizes, not the shards' bytes; trusts nothing."""
+        """What is there, newest (epoch, step) first. Reads manifests and sizes, not the shards' bytes."""
         ...
 
     def describe(self, job: str, checkpoint: CheckpointId) -> DurableCheckpoint | None:
@@ -316,8 +316,8 @@ class Tier(Protocol):
         ...
 
     def delete(self, job: str, checkpoint: CheckpointId, *, token: Token | None = None) -> int:
-        """Remove a checkpoint so that no interruption leaves a manifest of missing bytes. Returns the bytes freed (0 when it
-        was not there). With a `token`, raises `Fenced` when that is not the newest."""
+        """Remove a checkpoint so that no interruption leaves a manifest of missing bytes. Returns the bytes freed
+        (0 when it was not there). With a `token`, raises `Fenced` when that is not the newest."""
         ...
 
     def sweep(self, job: str, *, dry_run: bool = False) -> Sweep:

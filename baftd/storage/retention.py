@@ -24,13 +24,13 @@ def to_delete(
 ) -> list[CheckpointId]:
     """Checkpoints of one job to delete now, oldest first.
 
-    `keep_last`: complete checkpoints to keep, at least 1. `keep_every`: also keep complete ones whose step is a multiple
-    of it (0: none). `pinned`: never deleted. `busy`: being written. `abandoned`: beyond the branching point of a later
-    epoch. `quarantined`: failed verification. `current_epoch`: of the running token.
+    `keep_last`: complete checkpoints to keep, at least 1. `keep_every`: also keep complete ones whose step is a
+    multiple of it (0: none). `pinned`: never deleted. `busy`: being written. `abandoned`: beyond the branching
+    point of a later epoch. `quarantined`: failed verification. `current_epoch`: of the running token.
 
-    Abandoned, quarantined, damaged and incomplete ones count for nothing. Abandoned ones go once the current epoch has a complete
-    checkpoint of its own; quarantined and damaged ones once `keep_last` newer good ones are there; incomplete ones
-    once a newer good one is. Without a good checkpoint nothing is deleted.
+    Abandoned, quarantined, damaged and incomplete ones count for nothing. Abandoned ones go once the current epoch
+    has a complete checkpoint of its own; quarantined and damaged ones once `keep_last` newer good ones are there;
+    incomplete ones once a newer good one is. Without a good checkpoint nothing is deleted.
     """
     if keep_last < 1:
         raise UsageError(f"durable retention must keep at least 1 checkpoint, not {keep_last}")
