@@ -67,7 +67,9 @@ class Hello(Message, tag="hello"):
 
 
 class Resume(Message, tag="resume"):
-    """Take part in the rendezvous of all ranks. Answers: `ResumeProgress` (several), then `ResumePlan` or `ErrorReply`."""
+    """Take part in the rendezvous of all ranks.
+
+    Answers: `ResumeProgress` (several), then `ResumePlan` or `ErrorReply`."""
 
     job: Job
     rank: Rank
@@ -127,7 +129,7 @@ class Begin(Message, tag="begin"):
 
 
 class Seal(Message, tag="seal"):
-    """The slot holds state(step), witnesses agreed, header says SEALED. Answer: none; `Grant` and `Committed` follow."""
+    """The slot holds state(step), witnesses agreed, header says SEALED. No answer; `Grant` and `Committed` follow."""
 
     token: WireToken
     rank: Rank
@@ -138,7 +140,7 @@ class Seal(Message, tag="seal"):
     image_length: Count
     small_length: Count
     digests: Annotated[bytes, Meta(max_length=1 << 26)] = b""
-    """16 bytes a chunk in image order (xxh3-128, big-endian as in `xxhash.xxh3_128_digest`); empty: the daemon digests."""
+    """16 bytes a chunk in image order (xxh3-128, as `xxhash.xxh3_128_digest`); empty: the daemon digests."""
     held_ms: float = 0.0
     """Time the training thread was held for this snapshot: begin + seal + fence wait."""
     copy_ms: float = 0.0
@@ -218,6 +220,9 @@ class Welcome(Message, tag="welcome"):
     highest_step: Count = 0
     fenced: bool = False
     """The token in `Hello` is older than the job's: write nothing any more."""
+    lock_path: Text = ""
+    """A file of the daemon's on which the client takes a POSIX record lock, and holds it as long as it lives: how its
+    death is known where its PID is not. Empty: none."""
 
 
 class ResumeProgress(Message, tag="resume_progress"):
@@ -238,6 +243,8 @@ class SlotImage(Struct, frozen=True):
     length: Count
     digest: Digest
     """Root digest of the image."""
+    chunk_digests: Annotated[bytes, Meta(max_length=1 << 26)] = b""
+    """16 bytes a chunk in image order, so that a damaged tensor is named; empty: only the root digest is compared."""
 
 
 class ResumePlan(Message, tag="resume_plan"):
@@ -276,7 +283,7 @@ class Grant(Message, tag="grant"):
 
 
 class Cadence(Message, tag="cadence"):
-    """Job-wide decision: which steps are snapshot, from `from_step` on. A step k is taken when k % memory_every == 0."""
+    """Job-wide decision: from `from_step` on a step k is snapshot when k % memory_every == 0."""
 
     token: WireToken
     from_step: Count
@@ -490,14 +497,48 @@ class GcReply(Message, tag="gc_reply"):
 
 
 Request: TypeAlias = (
-    Hello | Resume | Restored | Declare | Begin | Seal | Skip | Save | Finish | Leave | Ping | Pong
-    | StatusRequest | ListRequest | VerifyRequest | RestoreRequest | GcRequest | StopRequest
+    Hello
+    | Resume
+    | Restored
+    | Declare
+    | Begin
+    | Seal
+    | Skip
+    | Save
+    | Finish
+    | Leave
+    | Ping
+    | Pong
+    | StatusRequest
+    | ListRequest
+    | VerifyRequest
+    | RestoreRequest
+    | GcRequest
+    | StopRequest
 )
 """What a daemon accepts."""
 
 Reply: TypeAlias = (
-    Ack | ErrorReply | Welcome | ResumeProgress | ResumePlan | Declared | Grant | NoGrant | Cadence | Committed
-    | Fence | Saved | Ping | Pong | StatusReply | ListReply | Progress | VerifyReply | RestoreReply | GcReply
+    Ack
+    | ErrorReply
+    | Welcome
+    | ResumeProgress
+    | ResumePlan
+    | Declared
+    | Grant
+    | NoGrant
+    | Cadence
+    | Committed
+    | Fence
+    | Saved
+    | Ping
+    | Pong
+    | StatusReply
+    | ListReply
+    | Progress
+    | VerifyReply
+    | RestoreReply
+    | GcReply
 )
 """What a daemon sends."""
 
