@@ -85,7 +85,7 @@ class Every:
 
     def __post_init__(self) -> None:
         if (self.steps > 0) == (self.seconds > 0) or self.steps < 0 or not 0 <= self.seconds < math.inf:
-            raise ValueError(f"an interval is either steps or seconds and positive, not {self.steps} and {self.seconds}")
+            raise ValueError(f"an interval is steps or seconds and positive, not {self.steps} and {self.seconds}")
 
     def __str__(self) -> str:
         if self.seconds:
