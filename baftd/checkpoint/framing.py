@@ -24,7 +24,7 @@ import msgpack
 
 from baftd.errors import FormatError
 
-__all__ = ["HEADER_BYTES", "MAX_RECORD", "Replayed", "encode_record", "read_manifest", "replay"]
+__all__ = ["HEADER_BYTES", "MAX_RECORD", "Replayed", "encode_record", "read_manifest", "replay", "salvage"]
 
 HEADER_BYTES = 12
 MAX_RECORD = 64 << 20
@@ -33,6 +33,7 @@ MAX_RECORD = 64 << 20
 _MAGIC = b"BR"
 _VERSION = 1
 _HEADER = struct.Struct("<2sBBII")
+_START = _MAGIC + bytes((_VERSION, 0))
 
 
 @dataclass(frozen=True)
@@ -77,13 +78,30 @@ def replay(data: bytes | memoryview) -> Replayed:
     return Replayed(tuple(records), at, None)
 
 
-def read_manifest(data: bytes | memoryview, where: str, records: int = 1) -> list[Any]:
-    """Exactly `records` intact records and nothing else, or `FormatError` naming `where` and the byte."""
+def salvage(data: bytes | memoryview, damaged_at: int) -> tuple[Any, ...]:
+    """Intact records behind damage that begins at byte `damaged_at`, found by their magic and checksum."""
+    view = memoryview(data)
+    raw = bytes(view)
+    records: list[Any] = []
+    at = raw.find(_START, damaged_at + 1)
+    while at >= 0:
+        found = _one(view, at)
+        if isinstance(found, str):
+            at = raw.find(_START, at + 1)
+            continue
+        value, end = found
+        records.append(value)
+        at = raw.find(_START, end)
+    return tuple(records)
+
+
+def read_manifest(data: bytes | memoryview, where: str, records: int | None = 1) -> list[Any]:
+    """Exactly `records` intact records (None: one or more) and nothing else, or `FormatError` naming `where`."""
     found = replay(data)
     if found.problem is not None:
         raise FormatError(f"{where} is damaged: {found.problem} of {len(data)}.")
-    if len(found.records) != records:
-        raise FormatError(f"{where} is damaged: it holds {len(found.records)} records instead of {records}.")
+    if not found.records or records not in (None, len(found.records)):
+        raise FormatError(f"{where} is damaged: it holds {len(found.records)} records instead of {records or 'some'}.")
     return list(found.records)
 
 
