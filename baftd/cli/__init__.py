@@ -1,0 +1,1 @@
+"""The command `baftd`: one file a verb."""

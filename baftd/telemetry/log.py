@@ -14,10 +14,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, TextIO
 
 __all__ = ["LEVELS", "Logger", "configure", "get_logger"]
@@ -102,17 +104,30 @@ def get_logger(room: str) -> Logger:
     return Logger(room)
 
 
-def configure(*, level: str = "info", format: str = "logfmt", stream: TextIO | None = None) -> logging.Handler:
+def configure(
+    *,
+    level: str = "info",
+    format: str = "logfmt",
+    stream: TextIO | None = None,
+    path: Path | None = None,
+    max_bytes: int = 16 << 20,
+) -> logging.Handler:
     """Send the events of this process to `stream` (default stderr) and nowhere else; for programs of ours only.
 
-    `format` is "logfmt" or "json". May be called again: the previous handler of ours is replaced.
+    `format` is "logfmt" or "json". With `path` they go to that file, and so does everything else written to stdout and
+    stderr; a file that has grown past `max_bytes` is renamed to `<path>.1` and begun anew. May be called again: the
+    previous handler of ours is replaced. Raises `OSError` when the file cannot be opened.
     """
     if level not in LEVELS or format not in ("logfmt", "json"):
         raise ValueError(f"no such log level or format: {level!r}, {format!r}")
     root = logging.getLogger("baftd")
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
-    handler = _Handler(stream if stream is not None else sys.stderr)
+        old.close()
+    if path is not None:
+        handler: _Handler = _FileHandler(path, max_bytes)
+    else:
+        handler = _Handler(stream if stream is not None else sys.stderr)
     handler.setFormatter(_JsonFormatter() if format == "json" else _LogfmtFormatter())
     root.addHandler(handler)
     root.setLevel(LEVELS[level])
@@ -129,6 +144,39 @@ class _Handler(logging.StreamHandler[TextIO]):
         if not getattr(_Handler, "_said", False):
             _Handler._said = True  # type: ignore[attr-defined]
             super().handleError(record)
+
+
+class _FileHandler(_Handler):
+    """Appends to a file, keeps one older one, and lets stdout and stderr follow (tracebacks of the interpreter)."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        super().__init__(self._open())
+
+    def _open(self) -> TextIO:
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path, flags, 0o600)
+        for standard in (1, 2):
+            os.dup2(descriptor, standard)
+        return os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line; called with the handler's lock held."""
+        super().emit(record)
+        try:
+            if os.fstat(self.stream.fileno()).st_size <= self._max_bytes:
+                return
+            os.replace(self._path, f"{self._path}.1")
+            full, self.stream = self.stream, self._open()
+            full.close()
+        except (OSError, ValueError):
+            self.handleError(record)
+
+    def close(self) -> None:
+        """Close the file; stdout and stderr go on into it."""
+        super().close()
+        self.stream.close()
 
 
 class _LogfmtFormatter(logging.Formatter):

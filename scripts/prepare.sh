@@ -1,0 +1,72 @@
+# Shared by scripts/test.sh and scripts/quickstart.sh (sourced, from the repository's root): system packages and .venv.
+# shellcheck shell=bash
+
+say() { printf '== %s\n' "$*"; }
+
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# A Python of at least 3.10 that can make virtual environments, as $python.
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10; do
+        if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
+            "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            python=$candidate
+            return 0
+        fi
+    done
+    return 1
+}
+
+# Debian packages that the build needs, installed when root, named when not.
+prepare_system() {
+    local missing=()
+    find_python || missing+=(python3)
+    if [ ! -x .venv/bin/python ] &&
+        ! { find_python && "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; }; then
+        missing+=(python3-venv)
+    fi
+    if ! command -v cc >/dev/null 2>&1 && ! command -v gcc >/dev/null 2>&1; then
+        missing+=(gcc libc6-dev)
+    fi
+    if find_python &&
+        [ ! -e "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ]; then
+        missing+=(python3-dev)
+    fi
+    if ! printf '#include <xxhash.h>\n' | ${CC:-cc} -E - >/dev/null 2>&1; then
+        missing+=(libxxhash-dev)
+    fi
+    if [ ${#missing[@]} -gt 0 ]; then
+        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+            say "installing ${missing[*]}"
+            apt-get -qq update >/dev/null || die "apt-get update failed: is there a network?"
+            DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends -y "${missing[@]}" >/dev/null ||
+                die "apt-get could not install ${missing[*]}"
+        elif ! find_python || [[ " ${missing[*]} " == *" python3-venv "* ]]; then
+            die "missing: ${missing[*]}. As root: apt-get install ${missing[*]}"
+        else
+            say "missing: ${missing[*]} (the copy engine will be the slower Python one; as root: apt-get install ${missing[*]})"
+        fi
+    fi
+    find_python || die "no Python of at least 3.10 found; set PYTHON=/path/to/python3"
+}
+
+# prepare_venv EXTRAS: .venv with baftd (editable) and these extras, at the versions of scripts/constraints.txt.
+# pip's own configuration and variables apply: PIP_EXTRA_INDEX_URL can name an index with a smaller, CPU-only torch.
+prepare_venv() {
+    local extras=$1 stamp wanted
+    if [ ! -x .venv/bin/python ]; then
+        say "making the virtual environment .venv ($("$python" --version 2>&1))"
+        "$python" -m venv .venv
+    fi
+    # Anything that changes what is installed or built changes this text.
+    wanted="$extras $(cat pyproject.toml setup.py scripts/constraints.txt clients/baft_client/*.[ch] 2>/dev/null | cksum)"
+    stamp=.venv/.baftd-prepared
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c 'import baftd' 2>/dev/null; then
+        say "installing baftd[$extras] and what it needs into .venv (the first time this takes some minutes)"
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+            --constraint scripts/constraints.txt --editable ".[$extras]" ||
+            die "pip could not install baftd[$extras]: see above"
+        printf '%s' "$wanted" >"$stamp"
+    fi
+}
