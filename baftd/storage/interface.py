@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from baftd.checkpoint.identity import CheckpointId, Token
-from baftd.errors import FormatError, UsageError
+from baftd.errors import FormatError, NoRoom, UsageError
 
 __all__ = [
     "BufferSink",
@@ -159,7 +159,7 @@ class Sweep:
 
 
 class Sink(Protocol):
-    """Where the bytes of a fetched shard go. Written in any order, possibly several times, by one thread at a time."""
+    """Where the bytes of a fetched shard go. Written in any order, by several threads at once, never overlapping."""
 
     @property
     def room(self) -> int:
@@ -203,8 +203,12 @@ class BufferSink:
         return cls(memoryview((ctypes.c_ubyte * room).from_address(address)).cast("B"))
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy `data`. Done without holding the GIL for longer than one block."""
-        self._memory[offset : offset + len(data)] = data
+        """Copy `data`, without the GIL (assigning to a memoryview would hold it for the whole block)."""
+        if offset < 0 or offset + len(data) > self.room:
+            raise NoRoom(f"{len(data)} bytes at {offset} do not fit into {self.room} bytes of memory")
+        target = (ctypes.c_ubyte * len(data)).from_buffer(self._memory, offset)
+        source = data if not data.readonly else bytearray(data)
+        ctypes.memmove(target, (ctypes.c_ubyte * len(data)).from_buffer(source), len(data))
 
 
 class Tier(Protocol):
@@ -246,7 +250,7 @@ class Tier(Protocol):
 
         `digests`: 16 bytes a chunk of `chunk_table`; every chunk that is handed to the storage is digested again and
         compared. Calling it again for a shard that is there already with the same digests returns its record.
-        `progress` is told the bytes written so far.
+        `progress` is told the bytes written so far, by worker threads, not always in order.
 
         Raises `VerificationFailed` (rank, file and chunk named; nothing is named in the tier), `Fenced`, `NoRoom`,
         `Degraded` (read-only, not permitted, input/output error, cancelled, past the deadline), `UsageError`.
