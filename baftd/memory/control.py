@@ -9,9 +9,15 @@ and writes whole words, which the CPUs we run on do in one piece. Only the engin
 from __future__ import annotations
 
 import enum
+import errno
+import mmap
+import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from baftd.errors import FormatError, NoRoom
 
 __all__ = ["FIELDS", "MAGIC", "PAGE_BYTES", "VERSION", "ControlPage", "Field", "Gate"]
 
@@ -26,7 +32,6 @@ class Gate(enum.IntEnum):
     CLOSED = 0
     OPEN = 1
     FLUSH = 2
-    QUIT = 3
 
 
 @dataclass(frozen=True)
@@ -75,10 +80,18 @@ FIELDS: dict[str, Field] = {
 class ControlPage:
     """A mapped control page. `get` and `set` by field name; `gate` for the mode alone.
 
-    A process that opened it may close it at any time; an engine has a mapping of its own.
+    A process that opened it may close it at any time; a native engine has a mapping of its own.
     """
 
-    path: Path
+    def __init__(self, path: Path, fd: int) -> None:
+        """Take over `fd`, an open control file of PAGE_BYTES; use `create` or `open`."""
+        self.path = path
+        self._fd = fd
+        self._map = mmap.mmap(fd, PAGE_BYTES)
+        # Not struct.pack_into: with a byte order given it writes byte by byte, and a reader could see half a word.
+        self._words = memoryview(self._map).cast("Q")
+        self._halves = memoryview(self._map).cast("I")
+        self._closed = False
 
     @classmethod
     def create(cls, path: Path | str, *, rank: int) -> ControlPage:
@@ -86,37 +99,99 @@ class ControlPage:
 
         Raises NoRoom when the file system is full, FileExistsError when the path is taken.
         """
-        raise NotImplementedError
+        path = Path(path)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            try:
+                os.posix_fallocate(fd, 0, PAGE_BYTES)  # a full tmpfs is an error here, SIGBUS at the first write
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise NoRoom(
+                        f"no room for the control page {path}: {error.strerror}.",
+                        hint=f"Free memory there (`df {path.parent}`) or make the file system larger.",
+                    ) from error
+                raise
+            page = cls(path, fd)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        page.set("version", VERSION)
+        page.set("rank", rank)
+        page.set("magic", MAGIC)
+        return page
 
     @classmethod
     def open(cls, path: Path | str) -> ControlPage:
         """Map an existing page for reading and writing. Raises FormatError when it is not one."""
-        raise NotImplementedError
+        path = Path(path)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            facts = os.fstat(fd)
+            if not stat.S_ISREG(facts.st_mode) or facts.st_size < PAGE_BYTES:
+                raise FormatError(f"{path} is no control page: {facts.st_size} bytes instead of {PAGE_BYTES}.")
+            page = cls(path, fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        magic, version = page.get("magic"), page.get("version")
+        if magic == MAGIC and version == VERSION:
+            return page
+        page.close()
+        if magic != MAGIC:
+            raise FormatError(f"{path} is no control page: it begins with {magic:#x} instead of {MAGIC:#x}.")
+        raise FormatError(
+            f"control page {path} has version {version}, this program knows {VERSION}.",
+            hint="Run daemon and training processes from the same release of baftd.",
+        )
 
     @property
     def fd(self) -> int:
         """The open file, for an engine that maps it itself."""
-        raise NotImplementedError
+        return self._fd
+
+    @property
+    def closed(self) -> bool:
+        """`close` was called; `get` and `set` raise ValueError."""
+        return self._closed
 
     def get(self, field: str) -> int:
         """Value of a word, unsigned."""
-        raise NotImplementedError
+        place = FIELDS[field]
+        return self._words[place.offset >> 3] if place.size == 8 else self._halves[place.offset >> 2]
 
     def set(self, field: str, value: int) -> None:
-        """Write a word."""
-        raise NotImplementedError
+        """Write a word; a value that does not fit raises ValueError."""
+        place = FIELDS[field]
+        if place.size == 8:
+            self._words[place.offset >> 3] = value
+        else:
+            self._halves[place.offset >> 2] = value
+
+    def read(self) -> dict[str, int]:
+        """All words, for a report; each one is whole, together they are no snapshot."""
+        return {name: self.get(name) for name in FIELDS}
 
     @property
     def gate(self) -> Gate:
-        """The gate's mode."""
-        raise NotImplementedError
+        """The gate's mode; an unknown one counts as CLOSED, as in the engine."""
+        mode = self.get("gate") & 15
+        return Gate(mode) if mode in tuple(Gate) else Gate.CLOSED
 
     def close(self) -> None:
         """Unmap and close; does not remove the file. May be called twice."""
-        raise NotImplementedError
+        if self._closed:
+            return
+        self._closed = True
+        self._words.release()
+        self._halves.release()
+        self._map.close()
+        os.close(self._fd)
 
     def __enter__(self) -> ControlPage:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
         self.close()

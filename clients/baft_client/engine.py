@@ -7,8 +7,8 @@
     engine.digests_of()                           16 bytes for each chunk, for `Seal`
     engine.cancel()                               instead: no source is touched after it returns
 
-Two implementations of one interface, `load_engine` picks: `NativeEngine` (here; one pthread, no GIL, from
-the extension `baft_client._engine`) and `PythonEngine` (python_engine.py; a Python thread, the fallback).
+Two implementations of one interface, `load_engine` picks: native_engine.py (one pthread, no GIL, from the
+extension `baft_client._engine`) and python_engine.py (a Python thread, the fallback).
 
 The caller holds every source storage from `start` until `flush` has returned True or `cancel` has returned.
 Addresses are plain integers; an engine trusts them as a C program would.
@@ -16,7 +16,9 @@ Addresses are plain integers; an engine trusts them as a C program would.
 
 from __future__ import annotations
 
+import atexit
 import enum
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -24,7 +26,10 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from baftd.checkpoint.shard import CHUNK
+from baftd.errors import UsageError
 from baftd.memory.control import ControlPage
+from baftd.telemetry.log import get_logger
 
 __all__ = [
     "CHUNK",
@@ -33,11 +38,14 @@ __all__ = [
     "EngineState",
     "Segment",
     "SegmentTable",
+    "check_addresses",
+    "copy_verify",
+    "first_difference",
     "load_engine",
+    "pack_segments",
 ]
 
-CHUNK = 4 << 20
-"""Bytes covered by one digest, at most; equal to `baftd.checkpoint.shard.CHUNK`."""
+_log = get_logger("client")
 
 
 @dataclass(frozen=True)
@@ -135,8 +143,9 @@ class CopyEngine(Protocol):
     def flush(self, deadline: float) -> bool:
         """Copy the rest at full speed, whatever gate and pace say; the GIL is released.
 
-        True: every byte is in the slot; the gate is closed. False: `deadline` seconds passed or the copy was
-        cancelled; the gate is closed, the copy still armed. True at once when nothing is armed or left.
+        True: every byte is in the slot; the gate is closed. False: `deadline` seconds passed (the gate is closed,
+        the copy still armed), the copy was cancelled meanwhile, or the engine is ABSENT. True at once when
+        nothing is armed or left.
         """
 
     def cancel(self) -> None:
@@ -164,6 +173,31 @@ class CopyEngine(Protocol):
         """Cancel, end the thread and join it. Done by itself before the interpreter exits."""
 
 
+def pack_segments(segments: Sequence[Segment]) -> npt.NDArray[np.uint64]:
+    """Segments as rows (source, offset, nbytes, itemsize), checked: what both engines prepare tables from."""
+    rows = np.array([(s.source, s.offset, s.nbytes, s.itemsize) for s in segments], dtype=np.uint64).reshape(
+        len(segments), 4
+    )
+    for index, s in enumerate(segments):
+        if s.itemsize < 1 or s.nbytes % s.itemsize:
+            raise UsageError(f"segment {index}: {s.nbytes} bytes are no whole number of {s.itemsize}-byte elements.")
+        if s.source == 0 and s.nbytes:
+            raise UsageError(f"segment {index}: {s.nbytes} bytes at address 0.")
+    filled = rows[rows[:, 2] > 0]
+    order = np.argsort(filled[:, 1], kind="stable")
+    begins, ends = filled[order, 1], filled[order, 1] + filled[order, 2]
+    if (ends < begins).any() or (ends[:-1] > begins[1:]).any():
+        raise UsageError("two segments have overlapping places in the image.")
+    return rows
+
+
+def check_addresses(addresses: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint64]:
+    """`addresses` as a contiguous uint64 array of `count`, else UsageError."""
+    if addresses.dtype != np.uint64 or addresses.shape != (count,):
+        raise UsageError(f"addresses are {addresses.dtype}{addresses.shape}, not uint64({count},).")
+    return np.ascontiguousarray(addresses)
+
+
 def first_difference(before: bytes, after: bytes, count: int) -> int:
     """Index of the first segment whose canary differs; -1: none. `count` is the number of segments."""
     if before == after:
@@ -173,6 +207,25 @@ def first_difference(before: bytes, after: bytes, count: int) -> int:
     a = np.frombuffer(before, dtype=np.uint8).reshape(count, -1)
     b = np.frombuffer(after, dtype=np.uint8).reshape(count, -1)
     return int(np.nonzero((a != b).any(axis=1))[0][0])
+
+
+def copy_verify(
+    engine: CopyEngine, source: int, destination: int, nbytes: int, digests: bytes, *, threads: int = 1
+) -> int:
+    """Copy a range (restore: slot to tensor) and compare with its chunks' digests.
+
+    Returns the index of the first chunk that is not what its digest says, -1 if all are. The bytes are in
+    `destination` either way.
+    """
+    found = engine.copy_digest(source, destination, nbytes, threads=threads)
+    if found == digests:
+        return -1
+    if len(found) != len(digests):
+        raise UsageError(f"{len(digests) // 16} digests for {len(found) // 16} chunks.")
+    return next(i for i in range(len(found) // 16) if found[16 * i : 16 * i + 16] != digests[16 * i : 16 * i + 16])
+
+
+_said_python = False
 
 
 def load_engine(
@@ -187,4 +240,41 @@ def load_engine(
     "auto" takes the native one where the extension was built, else the Python one, which says so once;
     "native" raises UsageError where it was not built. `nice` is added to the thread's niceness (native only).
     """
-    raise NotImplementedError
+    global _said_python
+    from baft_client import native_engine
+    from baft_client.python_engine import PythonEngine
+
+    if prefer not in ("auto", "native", "python"):
+        raise UsageError(f"no such engine: {prefer!r}.", hint="Set engine to auto, native or python.")
+    if prefer == "native" and not native_engine.AVAILABLE:
+        raise UsageError(
+            f"the native copy engine was not built: {native_engine.WHY_NOT}.",
+            hint="Install a C compiler and libxxhash-dev and install baftd again, or set engine to auto.",
+        )
+    if hooks is not None and hooks.hold and control is None:
+        raise UsageError("EngineHooks(hold=True) needs a control page: its hold_at says where to stop.")
+    engine: CopyEngine
+    if native_engine.AVAILABLE and prefer != "python":
+        engine = native_engine.NativeEngine(control, nice=nice, hooks=hooks)
+    else:
+        if prefer == "auto" and not _said_python:
+            _said_python = True
+            _log.warning(
+                "python_engine",
+                why=native_engine.WHY_NOT,
+                note="copies in a Python thread, slowly while the trainer computes in Python",
+                next="install a C compiler and libxxhash-dev, then install baftd again",
+            )
+        engine = PythonEngine(control, hooks=hooks)
+    _engines.add(engine)
+    return engine
+
+
+_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Join every copying thread while the tensors it reads still exist."""
+    for engine in list(_engines):
+        engine.stop()

@@ -1,0 +1,445 @@
+/* The copying thread: gate, pacing, flush, cancel, fork.
+ *
+ * Who may touch sources and slot? A thread raises `busy`, then looks whether it is permitted (`armed`, not
+ * `paused`, gate open) and only then copies one block; whoever withdraws the permission does so first and then
+ * waits for `busy` to be 0. All of these are sequentially consistent, so one of the two always sees the other.
+ * The gate lies in the control page, where others may write it; `armed` and `paused` do not: nothing that a page
+ * can hold makes the thread touch memory that this process did not arm.
+ *
+ * The gate word counts its changes above bit 4. The thread sleeps on it, and every event that concerns the thread
+ * changes it, so no wake-up is lost. During a flush the calling thread takes chunks as well; a chunk that was
+ * begun and left lies "parked" in its lane and is taken over by whoever comes first.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "_engine.h"
+
+enum { LANE_FREE, LANE_TAKEN, LANE_PARKED };
+#define LANES 2 /* the thread and one helper */
+
+typedef struct {
+    baft_hash hash;
+    _Atomic int state;
+    size_t chunk, at; /* at: bytes of the chunk that are copied */
+} lane;
+
+struct baft_engine {
+    lane lanes[LANES];
+    unsigned char *page;
+    pthread_t thread;
+    int nice;
+    uint64_t throttle;
+    bool hold;
+    baft_engine *next; /* registry of all engines, for fork */
+
+    _Atomic uint32_t armed, busy, paused, quit, absent, sleeping;
+    _Atomic uint32_t bell, listeners; /* bell: futex that changes when a copy ends */
+    _Atomic uint64_t job;
+
+    baft_table *table;
+    uint8_t *destination, *digests;
+    size_t digest_room;
+    _Atomic size_t cursor, done_chunks;
+    _Atomic uint64_t done_bytes;
+    _Atomic uint32_t done;
+    uint64_t pace_until, pace_last; /* the thread's own */
+};
+
+static uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static void pause_ns(long ns) { nanosleep(&(struct timespec){0, ns}, NULL); }
+
+/* ns < 0: until woken. The page is shared between processes, so these are not private futexes. */
+static void futex_wait(_Atomic uint32_t *word, uint32_t value, int64_t ns) {
+    struct timespec t = {ns / 1000000000, ns % 1000000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, ns < 0 ? NULL : &t, NULL, 0);
+}
+
+static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
+
+static uint32_t mode_of(baft_engine *e) { return atomic_load(BAFT_WORD4(e->page, gate)) & 15; }
+
+static void tell(baft_engine *e, uint32_t state) {
+    atomic_store_explicit(BAFT_WORD4(e->page, engine), state, memory_order_release);
+}
+
+#define KEEP UINT32_MAX
+
+static void change_gate(baft_engine *e, uint32_t mode) {
+    _Atomic uint32_t *gate = BAFT_WORD4(e->page, gate);
+    uint32_t old = atomic_load(gate), new;
+    do {
+        new = ((old >> 4) + 1) << 4 | (mode == KEEP ? old & 15 : mode);
+    } while (!atomic_compare_exchange_weak(gate, &old, new));
+    if ((old & 15) == BAFT_CLOSED && (new & 15) == BAFT_OPEN) atomic_fetch_add(BAFT_WORD8(e->page, window_opened), 1);
+    if ((old & 15) == BAFT_OPEN && (new & 15) != BAFT_OPEN) atomic_fetch_add(BAFT_WORD8(e->page, window_closed), 1);
+    if (atomic_load(&e->sleeping)) futex_wake(gate);
+}
+
+static void sleep_on_gate(baft_engine *e, uint32_t word, int64_t ns) {
+    atomic_store(&e->sleeping, 1);
+    futex_wait(BAFT_WORD4(e->page, gate), word, ns);
+    atomic_store(&e->sleeping, 0);
+}
+
+static bool permitted(baft_engine *e) {
+    uint32_t mode = mode_of(e);
+    return (mode == BAFT_OPEN || mode == BAFT_FLUSH) && atomic_load(&e->armed) && !atomic_load(&e->paused);
+}
+
+static bool enter(baft_engine *e) {
+    atomic_fetch_add(&e->busy, 1);
+    if (permitted(e)) return true;
+    atomic_fetch_sub(&e->busy, 1);
+    return false;
+}
+
+static void leave(baft_engine *e) { atomic_fetch_sub(&e->busy, 1); }
+
+static void wait_until_quiet(baft_engine *e) {
+    /* At most one block (some 30 us), longer only where the other thread gets no CPU. */
+    for (int i = 0; atomic_load(&e->busy); i++) {
+        if (i < 200) atomic_signal_fence(memory_order_seq_cst);
+        else if (i < 220) sched_yield();
+        else pause_ns(20000);
+    }
+}
+
+/* ------------------------------------------------------------------ copying */
+
+static lane *take_lane(baft_engine *e) {
+    for (int i = 0; i < LANES; i++) {
+        int parked = LANE_PARKED;
+        if (atomic_compare_exchange_strong(&e->lanes[i].state, &parked, LANE_TAKEN)) return &e->lanes[i];
+    }
+    if (atomic_load_explicit(&e->cursor, memory_order_relaxed) >= e->table->nchunks) return NULL;
+    for (int i = 0; i < LANES; i++) {
+        int free_lane = LANE_FREE;
+        if (!atomic_compare_exchange_strong(&e->lanes[i].state, &free_lane, LANE_TAKEN)) continue;
+        lane *l = &e->lanes[i];
+        l->chunk = atomic_fetch_add(&e->cursor, 1);
+        if (l->chunk < e->table->nchunks) {
+            l->at = 0;
+            baft_cpu->hash_reset(&l->hash);
+            return l;
+        }
+        atomic_store(&l->state, LANE_FREE);
+        return NULL;
+    }
+    return NULL;
+}
+
+static void copy_block(baft_engine *e, lane *l) {
+    const baft_chunk *c = &e->table->chunks[l->chunk];
+    const baft_segment *s = &e->table->segments[c->segment];
+    size_t n = c->length - l->at < BAFT_BLOCK ? c->length - l->at : BAFT_BLOCK;
+    uint64_t place = c->start + l->at;
+    baft_cpu->hash_copy(&l->hash, e->destination + s->offset + place, (const uint8_t *)(uintptr_t)s->source + place, n);
+    l->at += n;
+    if (l->at == c->length) baft_cpu->hash_finish(&l->hash, e->digests + l->chunk * BAFT_DIGEST);
+    baft_cpu->fence(); /* streaming stores are ordered by nothing else */
+    uint64_t copied = atomic_fetch_add_explicit(&e->done_bytes, n, memory_order_release) + n;
+    atomic_store_explicit(BAFT_WORD8(e->page, bytes_copied), copied, memory_order_release);
+}
+
+static void finish_chunk(baft_engine *e, lane *l) {
+    size_t all = e->table->nchunks;
+    atomic_store(&l->state, LANE_FREE);
+    size_t chunks = atomic_fetch_add(&e->done_chunks, 1) + 1;
+    atomic_store_explicit(BAFT_WORD8(e->page, chunks_done), chunks, memory_order_release);
+    if (chunks < all) return;
+    /* Two threads may have published their counts in the wrong order. */
+    atomic_store_explicit(BAFT_WORD8(e->page, bytes_copied), e->table->total, memory_order_release);
+    atomic_fetch_sub(&e->table->users, 1);
+    atomic_store(&e->done, 1);
+    tell(e, BAFT_DONE);
+    atomic_fetch_add(&e->bell, 1);
+    if (atomic_load(&e->listeners)) futex_wake(&e->bell);
+}
+
+enum { NOTHING_LEFT, NOT_PERMITTED, TOO_EARLY, HOLDING };
+
+/* Called between enter() and leave(). `until`: 0, or when the helping thread has to be back. */
+static int work(baft_engine *e, uint64_t until) {
+    for (;;) {
+        if (e->hold && atomic_load(&e->done_chunks) >= atomic_load(BAFT_WORD8(e->page, hold_at))) return HOLDING;
+        lane *l = take_lane(e);
+        if (!l) return NOTHING_LEFT;
+        for (;;) {
+            if (!permitted(e) || (until && now_ns() >= until)) {
+                atomic_store(&l->state, LANE_PARKED);
+                return NOT_PERMITTED;
+            }
+            uint64_t pace = e->throttle;
+            if (!until && mode_of(e) == BAFT_OPEN) {
+                uint64_t asked = atomic_load(BAFT_WORD8(e->page, pace));
+                if (asked && (!pace || asked < pace)) pace = asked;
+            }
+            if (pace) {
+                uint64_t now = now_ns();
+                if (pace != e->pace_last) e->pace_until = now;
+                e->pace_last = pace;
+                if (now < e->pace_until) {
+                    atomic_store(&l->state, LANE_PARKED);
+                    return TOO_EARLY;
+                }
+                /* Lateness is made up for, but no more than 10 ms of it: a pace is no credit for idle times. */
+                if (e->pace_until + 10000000u < now) e->pace_until = now - 10000000u;
+            }
+            size_t before = l->at;
+            copy_block(e, l);
+            if (pace) e->pace_until += (uint64_t)((double)(l->at - before) * 1e9 / (double)pace);
+            if (l->at == e->table->chunks[l->chunk].length) break;
+        }
+        finish_chunk(e, l);
+    }
+}
+
+static void *run(void *argument) {
+    baft_engine *e = argument;
+    pthread_setname_np(pthread_self(), "baft-copy");
+    if (e->nice) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + e->nice);
+    for (;;) {
+        uint32_t word = atomic_load(BAFT_WORD4(e->page, gate));
+        if (atomic_load(&e->quit)) return NULL;
+        if (atomic_load(&e->done) || !enter(e)) {
+            tell(e, (uint32_t)baft_engine_state(e));
+            sleep_on_gate(e, word, -1);
+            continue;
+        }
+        tell(e, BAFT_COPYING);
+        int why = work(e, 0);
+        leave(e);
+        if (why == TOO_EARLY) {
+            int64_t early = (int64_t)(e->pace_until - now_ns());
+            tell(e, BAFT_WAITING);
+            if (early > 0) sleep_on_gate(e, word, early);
+        } else if (why == HOLDING) {
+            tell(e, BAFT_HELD);
+            sleep_on_gate(e, word, 1000000); /* a test writes hold_at and wakes nobody */
+        } else if (why == NOTHING_LEFT && !atomic_load(&e->done)) {
+            sleep_on_gate(e, word, -1); /* the helper has the last chunk */
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ fork */
+
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+static baft_engine *registry;
+static pthread_once_t fork_once = PTHREAD_ONCE_INIT;
+
+static void before_fork(void) {
+    pthread_mutex_lock(&registry_lock);
+    for (baft_engine *e = registry; e; e = e->next) atomic_store(&e->paused, 1);
+    /* A fork must not hang because a block does: after two seconds it goes on, which is safe all the same (the
+     * child has no thread and its engines are absent). */
+    uint64_t until = now_ns() + 2000000000u;
+    for (baft_engine *e = registry; e; e = e->next) {
+        while (atomic_load(&e->busy) && now_ns() < until) pause_ns(10000);
+        if (!atomic_load(&e->absent)) tell(e, BAFT_PAUSED);
+    }
+}
+
+static void after_fork_parent(void) {
+    for (baft_engine *e = registry; e; e = e->next) {
+        atomic_store(&e->paused, 0);
+        if (atomic_load(&e->absent)) continue;
+        tell(e, (uint32_t)baft_engine_state(e));
+        change_gate(e, KEEP);
+    }
+    pthread_mutex_unlock(&registry_lock);
+}
+
+static void after_fork_child(void) {
+    /* The page is the parent's: the child changes its own memory only. */
+    for (baft_engine *e = registry; e; e = e->next) {
+        atomic_store(&e->absent, 1);
+        if (atomic_load(&e->armed) && !atomic_load(&e->done)) atomic_fetch_sub(&e->table->users, 1);
+        atomic_store(&e->armed, 0);
+        atomic_store(&e->busy, 0);
+        atomic_store(&e->paused, 0);
+    }
+    pthread_mutex_unlock(&registry_lock);
+}
+
+static void install_fork_handlers(void) { pthread_atfork(before_fork, after_fork_parent, after_fork_child); }
+
+/* ------------------------------------------------------------------ control */
+
+baft_engine *baft_engine_new(int fd, int nice, uint64_t throttle, bool hold) {
+    struct stat st;
+    if (fd >= 0 && fstat(fd, &st) != 0) return NULL;
+    if (fd >= 0 && st.st_size < BAFT_PAGE_BYTES) {
+        errno = EINVAL;
+        return NULL;
+    }
+    baft_engine *e = aligned_alloc(64, (sizeof *e + 63) / 64 * 64);
+    if (!e) return NULL;
+    memset(e, 0, sizeof *e);
+    e->nice = nice, e->throttle = throttle, e->hold = hold;
+    e->page = mmap(NULL, BAFT_PAGE_BYTES, PROT_READ | PROT_WRITE, fd < 0 ? MAP_SHARED | MAP_ANONYMOUS : MAP_SHARED, fd, 0);
+    if (e->page == MAP_FAILED) {
+        free(e);
+        return NULL;
+    }
+    pthread_once(&fork_once, install_fork_handlers);
+    change_gate(e, BAFT_CLOSED);
+    atomic_store(BAFT_WORD8(e->page, bytes_copied), 0);
+    atomic_store(BAFT_WORD8(e->page, bytes_total), 0);
+    atomic_store(BAFT_WORD8(e->page, chunks_done), 0);
+
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_mutex_lock(&registry_lock); /* a fork waits until the engine is whole */
+    pthread_sigmask(SIG_BLOCK, &all, &before); /* the thread inherits it: signals stay with Python's threads */
+    int error = pthread_create(&e->thread, NULL, run, e);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (!error) e->next = registry, registry = e;
+    pthread_mutex_unlock(&registry_lock);
+    if (error) {
+        munmap(e->page, BAFT_PAGE_BYTES);
+        free(e);
+        errno = error;
+        return NULL;
+    }
+    return e;
+}
+
+bool baft_engine_left(baft_engine *e) { return atomic_load(&e->armed) && !atomic_load(&e->done); }
+
+bool baft_engine_busy(baft_engine *e) { return atomic_load(&e->busy) != 0; }
+
+bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) {
+    if (atomic_load(&e->absent) || baft_engine_left(e)) return false;
+    atomic_store(&e->armed, 0);
+    wait_until_quiet(e); /* a thread may still look around in the finished copy */
+    if (table->nchunks > e->digest_room) {
+        uint8_t *bigger = realloc(e->digests, table->nchunks * BAFT_DIGEST);
+        if (!bigger) return false;
+        e->digests = bigger, e->digest_room = table->nchunks;
+    }
+    e->table = table, e->destination = destination;
+    for (int i = 0; i < LANES; i++) atomic_store(&e->lanes[i].state, LANE_FREE);
+    atomic_store(&e->cursor, 0);
+    atomic_store(&e->done_chunks, 0);
+    atomic_store(&e->done_bytes, 0);
+    atomic_store(&e->done, table->nchunks == 0);
+    if (table->nchunks) atomic_fetch_add(&table->users, 1);
+    atomic_store(BAFT_WORD8(e->page, bytes_copied), 0);
+    atomic_store(BAFT_WORD8(e->page, chunks_done), 0);
+    atomic_store(BAFT_WORD8(e->page, bytes_total), table->total);
+    atomic_fetch_add(BAFT_WORD8(e->page, copies), 1);
+    atomic_fetch_add(&e->job, 1);
+    tell(e, table->nchunks ? BAFT_WAITING : BAFT_DONE);
+    atomic_store(&e->armed, 1);
+    if (table->nchunks) change_gate(e, KEEP);
+    return true;
+}
+
+void baft_engine_gate(baft_engine *e, uint32_t mode) {
+    if (!atomic_load(&e->absent)) change_gate(e, mode);
+}
+
+void baft_engine_pace(baft_engine *e, uint64_t bytes_per_second) {
+    if (atomic_load(&e->absent)) return;
+    atomic_store(BAFT_WORD8(e->page, pace), bytes_per_second);
+    change_gate(e, KEEP); /* ends a sleep at the old pace */
+}
+
+bool baft_engine_flush(baft_engine *e, double seconds, bool help) {
+    uint64_t job = atomic_load(&e->job), begin = now_ns();
+    uint64_t until = begin + (uint64_t)((seconds < 0 ? 0 : seconds > 1e9 ? 1e9 : seconds) * 1e9);
+    help = help && !e->throttle && !e->hold;
+    while (atomic_load(&e->job) == job && baft_engine_left(e)) {
+        uint64_t now = now_ns();
+        if (now >= until) break;
+        if (mode_of(e) != BAFT_FLUSH) change_gate(e, BAFT_FLUSH);
+        if (help && enter(e)) {
+            work(e, until);
+            leave(e);
+        }
+        uint32_t bell = atomic_load(&e->bell);
+        atomic_fetch_add(&e->listeners, 1);
+        /* Woken by the last chunk; looks by itself every millisecond for a cancel, a fork or a gate closed by others. */
+        if (baft_engine_left(e) && !atomic_load(&e->absent)) futex_wait(&e->bell, bell, 1000000);
+        atomic_fetch_sub(&e->listeners, 1);
+        if (atomic_load(&e->absent)) return false;
+    }
+    if (atomic_load(&e->job) != job) return false;
+    change_gate(e, BAFT_CLOSED);
+    return atomic_load(&e->armed) && atomic_load(&e->done);
+}
+
+void baft_engine_cancel(baft_engine *e) {
+    if (atomic_load(&e->absent)) return;
+    bool left = baft_engine_left(e);
+    atomic_store(&e->armed, 0);
+    change_gate(e, BAFT_CLOSED);
+    wait_until_quiet(e);
+    if (left && !atomic_load(&e->done)) atomic_fetch_sub(&e->table->users, 1);
+    atomic_store(&e->done, 0);
+    e->table = NULL;
+    tell(e, BAFT_IDLE);
+}
+
+int baft_engine_state(baft_engine *e) {
+    if (atomic_load(&e->absent)) return BAFT_ABSENT;
+    if (!atomic_load(&e->armed)) return BAFT_IDLE;
+    if (atomic_load(&e->done)) return BAFT_DONE;
+    if (atomic_load(&e->paused)) return BAFT_PAUSED;
+    if (atomic_load(&e->busy)) return BAFT_COPYING;
+    uint32_t told = atomic_load(BAFT_WORD4(e->page, engine));
+    return told == BAFT_HELD && mode_of(e) != BAFT_CLOSED ? BAFT_HELD : BAFT_WAITING;
+}
+
+uint64_t baft_engine_progress(baft_engine *e) { return atomic_load(&e->armed) ? atomic_load(&e->done_bytes) : 0; }
+
+bool baft_engine_digests(baft_engine *e, const uint8_t **digests, size_t *nchunks) {
+    if (!atomic_load(&e->armed) || !atomic_load(&e->done)) return false;
+    *nchunks = e->table->nchunks;
+    *digests = e->digests;
+    return true;
+}
+
+void baft_engine_stop(baft_engine *e) {
+    if (atomic_load(&e->absent)) return; /* stopped before, or a forked child: there is no thread to join */
+    baft_engine_cancel(e);
+    atomic_store(&e->quit, 1);
+    change_gate(e, KEEP);
+    futex_wake(BAFT_WORD4(e->page, gate));
+    pthread_join(e->thread, NULL);
+    tell(e, BAFT_ABSENT);
+    atomic_store(&e->absent, 1);
+}
+
+void baft_engine_free(baft_engine *e) {
+    baft_engine_stop(e);
+    pthread_mutex_lock(&registry_lock);
+    for (baft_engine **at = &registry; *at; at = &(*at)->next) {
+        if (*at != e) continue;
+        *at = e->next;
+        break;
+    }
+    pthread_mutex_unlock(&registry_lock);
+    munmap(e->page, BAFT_PAGE_BYTES);
+    free(e->digests);
+    free(e);
+}
