@@ -25,6 +25,7 @@ __all__ = [
     "Ready",
     "Record",
     "Report",
+    "RestoredRank",
     "ShardFacts",
     "Skipped",
     "Source",
@@ -33,6 +34,7 @@ __all__ = [
     "Writer",
     "checkpoint_from",
     "checkpoint_record",
+    "needs_fsync",
     "newer_incarnation",
     "next_incarnation",
     "token_from",
@@ -52,6 +54,14 @@ class Ready(Generic[Instruction]):
 
     records: tuple[Record, ...] = ()
     announce: tuple[Instruction, ...] = ()
+
+
+_LOSABLE = frozenset({"highest"})
+
+
+def needs_fsync(record: Record) -> bool:
+    """Whether a record of a job's history must survive a power loss. The highest step seen is worth no fsync."""
+    return record["k"] not in _LOSABLE
 
 
 # ---------------------------------------------------------------- identities of processes and nodes
@@ -189,9 +199,9 @@ def checkpoint_from(value: Any) -> CheckpointId | None:
 class Report:
     """A shard is verified at a tier. Sent again until answered; saying it twice changes nothing.
 
-    `held` lists every step of this token that the rank holds sealed in memory as the message is sent. It makes
-    a lost skip harmless: a step at or before `shard.step` that is not in `held` can never come back, so the
-    coordinator may take it for dead. (That stays true however late the message arrives.)
+    `passed` is the newest step that the rank has sealed or skipped as the message is sent, `held` every step of this
+    token that it then holds sealed in memory. They make a lost skip harmless: a step at or before `passed` that is
+    not in `held` can never come back, so the coordinator may take it for dead, however late the message arrives.
     `place` says where a durable shard lies (the storage room's record, opaque here).
     """
 
@@ -199,13 +209,14 @@ class Report:
     incarnation: str
     shard: ShardFacts
     tier: Tier
+    passed: int
     held: tuple[int, ...]
     place: Record | None = None
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """The rank has no snapshot of `step` and never will. `held` as in `Report`."""
+    """The rank has no snapshot of `step` and never will. `passed` and `held` as in `Report`."""
 
     node: str
     incarnation: str
@@ -213,7 +224,19 @@ class Skipped:
     rank: int
     step: int
     reason: str
+    passed: int
     held: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RestoredRank:
+    """A rank has loaded `checkpoint`, and this node holds its verified shard in a slot. Sent again until answered."""
+
+    node: str
+    incarnation: str
+    token: Token
+    rank: int
+    checkpoint: CheckpointId
 
 
 class Verdict(Enum):
@@ -231,6 +254,8 @@ class Verdict(Enum):
     """A newer incarnation of this node has joined."""
     REFUSED = "refused"
     """The report contradicts what is known (world size, another digest for the same shard)."""
+    UNKNOWN = "unknown"
+    """The coordinator does not know this node, or not yet this token: join (again) with an inventory."""
 
 
 # ---------------------------------------------------------------- coordinator -> node

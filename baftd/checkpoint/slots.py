@@ -1,0 +1,229 @@
+"""The life of one rank's slots on one node.
+
+    FREE ──grant──▶ FILLING ──seal──▶ SEALED ──digest──▶ VERIFIED
+      ▲               │ skip, writer dead  │ digest wrong     │ fate says so, and no pin
+      └───────────────┴────────────────────┴──────────────────┘
+
+A slot is granted to one writer, once, under a generation. From then on its old content counts for nothing, and only
+that writer's seal, skip or death ends the grant: a stale process may go on writing for as long as it lives.
+
+What may happen to a verified slot is its *fate* (`SlotTable.fate`), judged from what the coordinator last said. This
+is invariants 1 and 5: nothing is freed because there are newer slots; only because a newer step is committed, or this
+one is dead, quarantined or abandoned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import Protocol
+
+from baftd.checkpoint.facts import JobView, ShardFacts, Writer
+from baftd.checkpoint.identity import Token
+
+__all__ = ["DAEMON", "Fate", "HeaderFacts", "Slot", "SlotState", "SlotTable", "Verdict"]
+
+DAEMON = Writer(0, 0)
+"""The writer of a slot that the daemon itself fills (a fetch for a restore)."""
+
+
+class SlotState(IntEnum):
+    """As in the slot's header."""
+
+    FREE = 0
+    FILLING = 1
+    SEALED = 2
+    VERIFIED = 3
+
+
+@dataclass(frozen=True)
+class HeaderFacts:
+    """What a slot's header says, read by the shell: state, generation and, unless FREE, content and writer."""
+
+    state: SlotState
+    generation: int
+    shard: ShardFacts | None = None
+    writer: Writer | None = None
+
+
+class Fate(Enum):
+    """What may become of a slot's content."""
+
+    KEEP = "keep"
+    """Newest committed, pinned, or of unknown fate: must not be touched."""
+    ROTATE = "rotate"
+    """Known to nobody else (the coordinator is away) or abandoned: may be overwritten when no slot is free."""
+    FREE = "free"
+    """Nobody can want it any more."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A fate and the reason, in words for a log line."""
+
+    fate: Fate
+    why: str
+
+
+class Line(Protocol):
+    """The part of `History` that fates are judged by."""
+
+    @property
+    def epoch(self) -> int: ...
+
+    def on_line(self, token: Token, step: int) -> bool: ...
+
+
+@dataclass
+class Slot:
+    """One slot. Fields below `state` describe the grant (FILLING) or the content (SEALED, VERIFIED)."""
+
+    index: int
+    generation: int = 0
+    state: SlotState = SlotState.FREE
+    writer: Writer | None = None
+    token: Token | None = None
+    step: int | None = None
+    shard: ShardFacts | None = None
+    reported: bool = False
+    """A memory report has been handed to the network: the coordinator may know of this content."""
+    answered: bool = False
+    """The coordinator has answered that report."""
+    dead: bool = False
+    """The coordinator has said that this step is dead or superseded."""
+    persisting: bool = False
+    """A durable write reads the slot, or its report is not answered yet."""
+    sending: int = 0
+    """Transfers to other nodes that read the slot."""
+    retired: bool = False
+    """Of an older layout: is granted no more, and removed when it is free."""
+
+    def clear(self) -> None:
+        """Forget grant and content; the generation stays."""
+        self.state, self.writer, self.token, self.step, self.shard = SlotState.FREE, None, None, None, None
+        self.reported = self.answered = self.dead = self.persisting = False
+        self.sending = 0
+
+
+@dataclass
+class SlotTable:
+    """All slots of one rank on one node. Pure bookkeeping: `NodeJob` turns it into instructions."""
+
+    rank: int
+    slots: dict[int, Slot] = field(default_factory=dict)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self.slots.values())
+
+    # ------------------------------------------------------------ layout
+
+    def lay(self, indices: Iterable[int]) -> list[Slot]:
+        """Use exactly the slots `indices` from now on: new ones are made, others retire. Returns those retired now."""
+        wanted = set(indices)
+        for index in sorted(wanted - set(self.slots)):
+            self.slots[index] = Slot(index)
+        retired = []
+        for slot in self:
+            if slot.index not in wanted and not slot.retired:
+                slot.retired = True
+                retired.append(slot)
+            elif slot.index in wanted:
+                slot.retired = False
+        return retired
+
+    # ------------------------------------------------------------ asking
+
+    def filling(self, writer: Writer) -> Slot | None:
+        """The slot granted to this writer, if there is one."""
+        return next((s for s in self if s.state is SlotState.FILLING and s.writer == writer), None)
+
+    def content(self, token: Token, step: int) -> Slot | None:
+        """The verified slot that holds state(step) of `token`."""
+        return next((s for s in self.contents() if s.shard and s.shard.token == token and s.shard.step == step), None)
+
+    def contents(self) -> Iterator[Slot]:
+        """Verified slots."""
+        return (s for s in self if s.state is SlotState.VERIFIED and s.shard is not None)
+
+    def held(self, token: Token) -> tuple[int, ...]:
+        """Steps of `token` that this rank holds sealed, verified or not."""
+        return tuple(
+            sorted(
+                s.shard.step
+                for s in self
+                if s.state in (SlotState.SEALED, SlotState.VERIFIED) and s.shard is not None and s.shard.token == token
+            )
+        )
+
+    # ------------------------------------------------------------ what may become of a slot
+
+    def fate(self, slot: Slot, line: Line, view: JobView | None) -> Verdict:
+        """What may become of this slot's content, and why.
+
+        `view` is the last word of the coordinator, None if there was none since the daemon started.
+        """
+        shard = slot.shard
+        if slot.state is SlotState.FREE:
+            return Verdict(Fate.FREE, "free")
+        if slot.state is SlotState.FILLING:
+            at = "next step" if slot.step is None else f"step {slot.step}"
+            return Verdict(Fate.KEEP, f"granted to {slot.writer} for {at}")
+        if slot.state is SlotState.SEALED or shard is None:
+            return Verdict(Fate.KEEP, f"step {slot.step} is being digested")
+        what = f"step {shard.step} of epoch {shard.token.epoch}"
+        if slot.persisting:
+            return Verdict(Fate.KEEP, f"{what}: pinned (persist)")
+        if slot.sending:
+            return Verdict(Fate.KEEP, f"{what}: pinned (send)")
+        if view is None:
+            return Verdict(Fate.KEEP, f"{what}: the coordinator has not been heard yet")
+        checkpoint, head = shard.checkpoint, view.token
+        if head is not None and shard.token == head and shard.step in view.persist:
+            return Verdict(Fate.KEEP, f"{what}: pinned (persist)")
+        on_line = line.on_line(shard.token, shard.step)
+        if on_line and checkpoint == view.restored:
+            return Verdict(Fate.KEEP, f"{what}: pinned (restore)")
+        if on_line and checkpoint == view.committed:
+            return Verdict(Fate.KEEP, f"{what}: newest committed")
+        if checkpoint in view.quarantined:
+            return Verdict(Fate.FREE, f"{what}: quarantined")
+        if shard.token.epoch > line.epoch:
+            return Verdict(Fate.KEEP, f"{what}: newer than the coordinator's epoch {line.epoch}")
+        if not on_line:
+            return Verdict(Fate.FREE if view.begun else Fate.ROTATE, f"{what}: abandoned")
+        if view.committed is not None and shard.step < view.committed.step:
+            return Verdict(Fate.FREE, f"{what}: step {view.committed.step} is committed")
+        if shard.token == head and (slot.dead or shard.step in view.dead):
+            return Verdict(Fate.FREE, f"{what}: dead")
+        if shard.token == head and not slot.reported:
+            return Verdict(Fate.ROTATE, f"{what}: not reported yet")
+        return Verdict(Fate.KEEP, f"{what}: waiting for the other ranks")
+
+    def choose(self, line: Line, view: JobView | None) -> Slot | None:
+        """The slot to grant next: a free one, else abandoned content, else the oldest unreported step; None: none.
+
+        Retired slots are never chosen.
+        """
+        usable = [s for s in self if not s.retired]
+        free = [s for s in usable if s.state is SlotState.FREE]
+        if free:
+            return min(free, key=lambda s: (s.generation, s.index))
+        rotating = [s for s in usable if self.fate(s, line, view).fate is not Fate.KEEP]
+        if not rotating:
+            return None
+
+        def order(s: Slot) -> tuple[bool, int, int]:
+            assert s.shard is not None
+            return (line.on_line(s.shard.token, s.shard.step), s.shard.token.epoch, s.shard.step)
+
+        return min(rotating, key=order)
+
+    def describe(self, line: Line, view: JobView | None) -> list[str]:
+        """One line a slot, for `baftd status`."""
+        lines = []
+        for slot in sorted(self, key=lambda s: s.index):
+            verdict = self.fate(slot, line, view)
+            text = verdict.why if slot.state is not SlotState.FREE else ""
+            lines.append(f"slot {slot.index}: {slot.state.name}{f' {text}' if text else ''}")
+        return lines
