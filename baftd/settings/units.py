@@ -31,13 +31,14 @@ _MAX_SIZE = 1 << 60
 _MAX_SECONDS = 10 * 365 * 86400.0
 
 
-def _split(value: object, expected: str) -> tuple[float, str]:
+def _split(value: object, expected: str) -> tuple[int | float, str]:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} has no unit; expected {expected}")
     match = _NUMBER_AND_UNIT.fullmatch(value)
     if match is None:
         raise ValueError(f"{value!r} is not a number with a unit; expected {expected}")
-    return float(match[1].replace("_", "")), match[2]
+    number = match[1].replace("_", "")
+    return (float(number) if "." in number else int(number)), match[2]
 
 
 def parse_size(value: object) -> int:
