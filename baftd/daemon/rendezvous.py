@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baftd.checkpoint.recovery import name_ranks
 from baftd.errors import BaftError, RankError, TryAgain
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Predecessor",
     "Rendezvous",
     "Waiting",
-    "name_ranks",
 ]
 
 PROGRESS_EVERY = 2.0
@@ -32,21 +31,6 @@ PROGRESS_EVERY = 2.0
 
 QUIET_AFTER = 60.0
 """A process that passed no boundary for max(this, three median steps) does not count as advancing."""
-
-
-def name_ranks(ranks: Sequence[int], limit: int = 12) -> str:
-    """`ranks 0-3, 7 and 9` for people; long lists are cut."""
-    spans: list[str] = []
-    ordered = sorted(set(ranks))
-    index = 0
-    while index < len(ordered):
-        end = index
-        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
-            end += 1
-        spans.append(str(ordered[index]) if end == index else f"{ordered[index]}-{ordered[end]}")
-        index = end + 1
-    text = ", ".join(spans[:limit]) + (f" and {len(spans) - limit} more spans" if len(spans) > limit else "")
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
 
 
 class Pace:
@@ -246,7 +230,7 @@ class Rendezvous:
         # All ranks of one start live and die together: the others would wait in vain.
         del self._gatherings[incarnation]
         error = TryAgain(
-            f"job {self.job}: rank {rank} (pid {pid} on node {self.node}) died while the ranks were gathering to resume.",
+            f"job {self.job}: rank {rank} (pid {pid} on node {self.node}) died while the ranks gathered to resume.",
             hint="Start the job again; the output of that rank says why it died.",
         )
         return (Failed(incarnation, gathering.waiting(), error),)
@@ -361,5 +345,6 @@ class Rendezvous:
                 f"This daemon coordinates in-process and sees one node only. If the {gathering.world} ranks run on "
                 "several nodes, set `redis = ...` in baftd.toml on all of them; else see why those ranks did not start."
             )
-        text = f"job {self.job}: {len(gathering.waiting())} of {gathering.world} ranks came to resume within {waited:.0f} s: "
+        came = f"{len(gathering.waiting())} of {gathering.world} ranks came to resume within {waited:.0f} s"
+        text = f"job {self.job}: {came}: "
         return RankError(text + "; ".join(parts) + ".", hint=hint)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from baftd.daemon.rendezvous import Completed, Failed, Pace, Predecessor, Rendezvous, Waiting, name_ranks
+from baftd.daemon.rendezvous import Completed, Failed, Pace, Predecessor, Rendezvous, Waiting
 from baftd.errors import RankError, TryAgain
 
 A = "a" * 32
@@ -131,13 +129,3 @@ def test_pace() -> None:
     assert pace.median_step == 40.0
     assert pace.advances(160.0 + 120.0)
     assert not pace.advances(160.0 + 121.0)
-
-
-@given(st.lists(st.integers(0, 200), min_size=1))
-def test_named_ranks_are_exactly_those_given(ranks: list[int]) -> None:
-    text = name_ranks(ranks, limit=1000).split(" ", 1)[1]
-    found: set[int] = set()
-    for span in text.split(", "):
-        first, _, last = span.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    assert found == set(ranks)
