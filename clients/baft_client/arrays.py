@@ -1,0 +1,245 @@
+"""Checkpoints of plain numpy arrays.
+
+with baft_client.attach_arrays("demo", {"w": w, "m": m}, extra=lambda: {"seed": seed}) as ckpt:
+    for step in range(ckpt.resume(), 1000):
+        gradient = ...
+        with ckpt.update():         # the arrays change in here and nowhere else
+            m *= 0.9
+            m += gradient
+            w -= 0.01 * m
+        ckpt.step()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, cast
+
+import numpy.typing as npt
+
+from baft_client.session import Session
+from baft_client.source import Counters, Outcome, OutcomeKind, Source
+from baftd.checkpoint.shard import TensorEntry
+from baftd.errors import ModelMismatch, UnsupportedTensor, UsageError
+from baftd.settings import Settings
+from baftd.wire.messages import Saved
+
+__all__ = ["ArrayCheckpointer", "attach_arrays"]
+
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "complex128": "C128",
+}  # fmt: skip
+
+Extra = Mapping[str, object] | Callable[[], Mapping[str, object]] | None
+
+
+def attach_arrays(
+    job: str,
+    arrays: Mapping[str, npt.NDArray[Any]],
+    *,
+    extra: Extra = None,
+    load_extra: Callable[[dict[str, Any]], None] | None = None,
+    volatile: tuple[str, ...] = (),
+    rank: int | None = None,
+    world: int | None = None,
+    settings: Settings | None = None,
+    strict: bool | None = None,
+    audit: int | None = None,
+    **session: Any,
+) -> ArrayCheckpointer:
+    """A checkpointer for arrays that are changed in place.
+
+    Args:
+        job: name of the training run.
+        arrays: C-contiguous, writable; the same objects throughout. They are restored in place.
+        extra: small state beside them (seeds, counters), or what makes it; saved at each step.
+        load_extra: called by `resume()` with what was saved; without it read `extra_restored`.
+        volatile: names of arrays that also change between updates; copied at once in `step()`.
+        rank: overrides the launcher's variables, together with `world`.
+        world: number of ranks.
+        settings: None: read as the command line reads them.
+        strict: raise what is otherwise a skipped snapshot; None: as in the settings.
+        audit: compare every byte of every N-th snapshot; None: as in the settings.
+        session: further arguments of `Session.attach`.
+
+    Raises:
+        UnsupportedTensor: an array is not contiguous, not writable or not numeric; it is named.
+        RankError, JobNameError, SettingsError: as `Session.attach`.
+    """
+    sources = [_source(name, array, name in volatile) for name, array in arrays.items()]
+    unknown = set(volatile) - set(arrays)
+    if unknown:
+        raise UsageError(f"volatile names {sorted(unknown)} are not among the arrays.")
+    attached = Session.attach(
+        job, rank=rank, world=world, settings=settings, strict=strict, audit=audit, framework="numpy", **session
+    )
+    return ArrayCheckpointer(attached, arrays, sources, extra, load_extra)
+
+
+def _source(name: str, array: npt.NDArray[Any], volatile: bool) -> Source:
+    tag = _DTYPES.get(array.dtype.name)
+    if tag is None or not array.dtype.isnative:
+        raise UnsupportedTensor(f"array {name!r} has dtype {array.dtype}: not a native number.")
+    if not array.flags.c_contiguous or not array.flags.writeable:
+        raise UnsupportedTensor(
+            f"array {name!r} is not {'writable' if array.flags.c_contiguous else 'C-contiguous'}.",
+            hint="It is restored in place; pass the array that owns the data, or a contiguous copy.",
+        )
+    entry = TensorEntry(
+        name=name,
+        dtype=tag,
+        shape=tuple(array.shape),
+        nbytes=array.nbytes,
+        kind="volatile" if volatile else "stable",
+    )
+    return Source(
+        entry=entry,
+        address=int(array.ctypes.data),
+        keep=array,
+        itemsize=array.itemsize,
+        identity=_identity(array),
+        witness=lambda: _identity(array),
+    )
+
+
+def _identity(array: npt.NDArray[Any]) -> tuple[int, ...]:
+    """An ndarray's data can be moved by `resize` and by assigning `shape` of another size; it has no version."""
+    return int(array.ctypes.data), array.nbytes
+
+
+class ArrayCheckpointer:
+    """Checkpoints a set of arrays. As a context it finishes, or keeps the slots where it is left by an exception."""
+
+    def __init__(
+        self,
+        session: Session,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        sources: list[Source],
+        extra: Extra,
+        load_extra: Callable[[dict[str, Any]], None] | None,
+    ) -> None:
+        """Use `attach_arrays`."""
+        self.session = session
+        self.extra_restored: dict[str, Any] = {}
+        """The small state of the step that `resume` restored."""
+        self._arrays = dict(arrays)
+        self._sources = sources
+        self._extra = extra
+        self._load_extra = load_extra
+        self._step = 0
+        self._updates = 0
+        self._left_out = False
+
+    @property
+    def counters(self) -> Counters:
+        """What the session has done so far."""
+        return self.session.counters
+
+    def resume(self, *, fresh: bool = False, takeover: bool = False, timeout: float | None = None) -> int:
+        """Load the newest step that all ranks can restore; return the step to go on with.
+
+        Raises:
+            ModelMismatch: the saved arrays are others; all differences are named.
+            BaftError: as `Session.resume`.
+        """
+        resumed = self.session.resume(fresh=fresh, takeover=takeover, timeout=timeout)
+        try:
+            if resumed.image is not None:
+                image = resumed.image
+                _compare(self._arrays, image.entries, image.step)
+                for source in self._sources:
+                    image.copy_into(source.entry.name, source.address, source.entry.nbytes)
+                image.verify_rest()
+                self.extra_restored = dict(cast(dict[str, Any], image.small))
+                if self._load_extra is not None:
+                    self._load_extra(self.extra_restored)
+        except BaseException as error:
+            self.session.restored(ok=False, reason=f"{type(error).__name__}: {error}")
+            raise
+        self.session.restored()
+        self._step, self._updates = resumed.step, resumed.updates
+        return resumed.step
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """The arrays change within. What is left of the copy of the last step is finished first."""
+        self.session.fence(self._updates)
+        yield
+        self._updates += 1
+
+    def fence(self) -> Outcome:
+        """For loops that cannot use `update`: call it before the arrays change."""
+        outcome = self.session.fence(self._updates)
+        self._updates += 1
+        return outcome
+
+    def step(self) -> Outcome:
+        """A step is complete: its snapshot begins."""
+        self._step += 1
+        return self._boundary(force=False)
+
+    def _boundary(self, *, force: bool) -> Outcome:
+        for source in self._sources:
+            source.identity = _identity(source.keep)  # type: ignore[arg-type]
+            source.address = source.identity[0]
+        outcome = self.session.boundary(self._step, self._updates, self._sources, self._small(), force=force)
+        self._left_out = outcome.kind is OutcomeKind.NOT_DUE
+        return outcome
+
+    def _small(self) -> object:
+        extra = self._extra
+        return dict(extra() if callable(extra) else extra or {})
+
+    def save(self, *, timeout: float | None = None) -> Saved:
+        """Make the present step durable now (all ranks at the same step). Errors as `Session.save`."""
+        self._take_last()
+        return self.session.save(timeout=timeout)
+
+    def finish(self, timeout: float | None = None) -> Saved | None:
+        """Training is complete: the last step is made durable, where there is a durable tier, and the slots go."""
+        self._take_last()
+        return self.session.finish(timeout)
+
+    def _take_last(self) -> None:
+        """A step that the cadence left out is taken now: all ranks come here at the same step."""
+        if self._left_out:
+            self._boundary(force=True)
+
+    def close(self) -> None:
+        """End without finishing; the slots stay."""
+        self.session.close()
+
+    def __enter__(self) -> ArrayCheckpointer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.finish()
+        else:
+            self.session.leave(f"{kind.__name__}: {value}"[:1000])
+
+
+def _compare(arrays: Mapping[str, npt.NDArray[Any]], saved: Mapping[str, TensorEntry], step: int) -> None:
+    """Raise ModelMismatch naming every array that is missing, extra, reshaped or of another type."""
+    problems = [f"{name}: not in the checkpoint" for name in arrays if name not in saved]
+    problems += [f"{name}: only in the checkpoint" for name in saved if name not in arrays]
+    for name, array in arrays.items():
+        entry = saved.get(name)
+        if entry is None:
+            continue
+        tag = _DTYPES.get(array.dtype.name, array.dtype.name)
+        if entry.shape != tuple(array.shape):
+            problems.append(f"{name}: shape {tuple(array.shape)} here, {entry.shape} in the checkpoint")
+        if entry.dtype != tag:
+            problems.append(f"{name}: {tag} here, {entry.dtype} in the checkpoint")
+    if problems:
+        raise ModelMismatch(
+            f"step {step} holds other arrays than these: {'; '.join(problems)}.",
+            hint="Start with the arrays that were saved, or begin anew with resume(fresh=True).",
+        )

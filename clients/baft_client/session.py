@@ -1,0 +1,677 @@
+"""A rank's session with the daemon of its node: what every adapter is built on. Knows no framework.
+
+    session = Session.attach("gpt")
+    resumed = session.resume()              # rendezvous of all ranks; load resumed.image; then
+    session.restored()
+    for step in range(resumed.step, n):
+        ...forward and backward...
+        session.fence()                     # before the update: the copy of the last boundary must be over
+        ...update...
+        session.boundary(step + 1, updates, sources, small)
+    session.finish()
+
+Weak by default: `boundary` and `fence` never raise because of the daemon, a full disk or a torn snapshot. They skip,
+count, and warn once for each kind of reason. With `strict=True` the next call raises what was skipped over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, TypeVar, cast
+
+from baft_client import lifeline
+from baft_client.declared import Layout
+from baft_client.engine import CopyEngine, EngineHooks, load_engine
+from baft_client.identity import find_incarnation, find_rank
+from baft_client.io_thread import IoThread, LinkState
+from baft_client.restore import RestoredImage
+from baft_client.shard_writer import ALL_WITNESSES, DeviceCopier, Snapshot, Torn
+from baft_client.skips import Skips
+from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
+from baft_client.standing import Identity, Standing
+from baftd.checkpoint import state_tree
+from baftd.checkpoint.identity import Token, check_job_name
+from baftd.errors import (
+    BaftError,
+    Degraded,
+    Fenced,
+    ProtocolError,
+    TornSnapshot,
+    Unreachable,
+    UsageError,
+)
+from baftd.memory.processes import start_time
+from baftd.settings import Settings, load_settings
+from baftd.telemetry import get_logger
+from baftd.wire.messages import (
+    Begin,
+    Declared,
+    Finish,
+    Leave,
+    Message,
+    Progress,
+    Reply,
+    Restored,
+    Resume,
+    ResumePlan,
+    ResumeProgress,
+    Save,
+    Saved,
+    Seal,
+    WireToken,
+)
+
+__all__ = ["Session"]
+
+FLUSH_TIMEOUT = 60.0
+"""Seconds a fence waits for the rest of a copy, beside a second for each 200 MB."""
+DECLARE_AGAIN = 30.0
+"""Seconds between attempts to declare a layout that the daemon could not make room for."""
+SAVE_TIMEOUT = 600.0
+"""Seconds without a word from the daemon after which `save` and `finish` give up."""
+LEAVE_TIMEOUT = 2.0
+
+_AnswerT = TypeVar("_AnswerT", bound=Message)
+
+
+class Session:
+    """One rank's session. All methods belong to one thread, the training thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Settings,
+        *,
+        strict: bool,
+        audit: int,
+        engine: str,
+        witnesses: frozenset[str] = ALL_WITNESSES,
+        engine_hooks: EngineHooks | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `attach`. `witnesses` and `engine_hooks` are for tests: no setting can name them."""
+        self.job, self.rank, self.world = identity.job, identity.rank, identity.world
+        self.incarnation = identity.incarnation
+        self.settings = settings
+        self.strict = strict
+        self.counters = Counters()
+        self.device: DeviceCopier | None = None
+        """Set by an adapter before the first boundary where sources live on a device."""
+        self._audit = audit
+        self._prefer = cast(Literal["auto", "native", "python"], engine)
+        self._clock = clock
+        self._identity = identity
+        self._log = get_logger("client").bind(job=self.job, rank=self.rank)
+        self._layout = Layout(identity, prefer=self._prefer, witnesses=witnesses, hooks=engine_hooks)
+        # A fenced start may write nothing: the engine is stopped at once, by the I/O thread.
+        self._standing = Standing(identity, on_fenced=self._layout.cancel)
+        self._link = IoThread(settings.socket, self._standing, clock=clock)
+        self._standing.link = self._link
+        self._skips = Skips(self._standing, self.counters, strict=strict, post=self._link.post)
+        self._phase: Literal["attached", "restoring", "training", "over"] = "attached"
+        self._plan: ResumePlan | None = None
+        self._image: RestoredImage | None = None
+        self._loader: CopyEngine | None = None
+        self._snapshot: Snapshot | None = None
+        self._step = 0
+        self._last_sealed = 0
+        self._pausing = 0
+        self._declare_again = 0.0
+        self._declare_error: BaftError | None = None
+
+    # ------------------------------------------------------------------------------------ joining
+
+    @classmethod
+    def attach(
+        cls,
+        job: str,
+        *,
+        rank: int | None = None,
+        world: int | None = None,
+        incarnation: str | None = None,
+        settings: Settings | None = None,
+        strict: bool | None = None,
+        framework: str = "",
+        audit: int | None = None,
+        engine: str | None = None,
+        witnesses: frozenset[str] = ALL_WITNESSES,
+        engine_hooks: EngineHooks | None = None,
+    ) -> Session:
+        """Say who this process is and start looking for the daemon, without waiting for it.
+
+        Args:
+            job: name of the training run.
+            rank: overrides the launcher's variables, together with `world`.
+            world: number of ranks.
+            incarnation: 32 hex digits that all ranks of this start share; an adapter broadcasts them over its group.
+            settings: None: read as the command line reads them.
+            strict: raise at the next call what is otherwise skipped; None: as in the settings.
+            framework: for `baftd status`.
+            audit: compare every byte of every N-th snapshot at the fence; None: as in the settings.
+            engine: "auto", "native" or "python"; None: as in the settings.
+            witnesses: for tests.
+            engine_hooks: for tests.
+
+        Raises:
+            RankError: rank or world size missing, disagreeing, out of range; several ranks that share no incarnation.
+            JobNameError: the job cannot be a directory.
+            SettingsError: a setting makes no sense.
+        """
+        check_job_name(job)
+        settings = settings if settings is not None else load_settings()
+        who = find_rank(os.environ, rank=rank, world=world)
+        shared = find_incarnation(os.environ, who.world, given=incarnation, random_bytes=secrets.token_bytes)
+        strict = settings.strict if strict is None else strict
+        identity = Identity(
+            job=job,
+            rank=who.rank,
+            world=who.world,
+            incarnation=shared,
+            pid=os.getpid(),
+            pid_start=start_time(os.getpid()) or 0,
+            framework=framework,
+            strict=strict,
+        )
+        session = cls(
+            identity,
+            settings,
+            strict=strict,
+            audit=settings.audit if audit is None else audit,
+            engine=settings.engine if engine is None else engine,
+            witnesses=witnesses,
+            engine_hooks=engine_hooks,
+        )
+        level = "info" if who.launched else "warning"
+        session._log.event("attached", level=level, world=who.world, source=who.source, socket=str(settings.socket))
+        session._link.start()
+        lifeline.register(session)
+        return session
+
+    def resume(self, *, fresh: bool = False, takeover: bool = False, timeout: float | None = None) -> Resumed:
+        """Meet all ranks of this start, and learn where training goes on.
+
+        Args:
+            fresh: begin at step 0 whatever is known; also begins without a daemon, and joins it when there is one.
+            takeover: fence a live predecessor instead of waiting for it.
+            timeout: seconds to wait for a daemon; None: `connect_timeout` of the settings.
+
+        Raises:
+            Unreachable: no daemon in time (and not `fresh`), or it fell silent.
+            TryAgain: a live predecessor still trains.
+            NothingRestorable: the job has been further, and nothing of it can be restored.
+            VerificationFailed: the image that the plan names is damaged.
+            RankError: the daemon knows another world size, or another process with this rank.
+        """
+        self._check_usable()
+        if self._phase != "attached":
+            raise UsageError("resume() was called twice; a session resumes once.")
+        wait = self.settings.connect_timeout if timeout is None else timeout
+        if not self._reach(0.5 if fresh and timeout is None else wait):
+            error = self._standing.refusal or self._link.unreachable(f"no answer within {wait:g} s")
+            if not fresh or not isinstance(error, Unreachable):
+                raise error
+            self._log.warning(
+                "no_daemon", socket=str(self._link.path), note="training begins without it, and joins when it is there"
+            )
+            self._standing.alone = True
+            self._phase = "training"
+            return Resumed(step=0, updates=0, epoch=0, image=None)
+        message = Resume(job=self.job, rank=self.rank, fresh=fresh, takeover=takeover)
+        patience = max(wait, self.settings.restore_wait, self.settings.rendezvous_timeout)
+        plan = self._ask(message, patience, ResumePlan, on_progress=self._say_progress)
+        self._standing.adopt(plan.token)
+        self._plan = plan
+        for line in plan.passed_over:
+            self._log.warning("passed_over", why=line)
+        if plan.source is not None:
+            self._image = self._open_image(plan)
+        self._phase = "restoring"
+        self._step = plan.step
+        self._log.info("resuming", step=plan.step, epoch=plan.token.epoch, tier=plan.tier, seconds=plan.seconds)
+        return Resumed(
+            step=plan.step,
+            updates=plan.updates,
+            epoch=plan.token.epoch,
+            image=self._image,
+            tier=plan.tier or "",
+            passed_over=tuple(plan.passed_over),
+            seconds=plan.seconds,
+            durable=plan.durable,
+        )
+
+    def _reach(self, wait: float) -> bool:
+        """Wait for a daemon. An answer that no waiting will change ends it early."""
+        deadline = self._clock() + wait
+        while not self._link.wait_up(min(0.1, max(0.0, deadline - self._clock()))):
+            if isinstance(self._standing.refusal, UsageError | ProtocolError | Fenced):
+                raise self._standing.refusal
+            if self._clock() >= deadline:
+                return False
+        return True
+
+    def _open_image(self, plan: ResumePlan) -> RestoredImage:
+        assert plan.source is not None
+        self._loader = load_engine(None, prefer=self._prefer)
+        try:
+            return RestoredImage(plan.source, self._loader, job=self.job, rank=self.rank)
+        except BaseException as error:
+            self._phase = "restoring"
+            with contextlib.suppress(BaftError):
+                self.restored(ok=False, reason=str(error))
+            raise
+
+    def restored(self, ok: bool = True, reason: str = "") -> None:
+        """Say that the state was loaded, or why not; returns when every rank has said so.
+
+        Raises:
+            BaftError: a rank could not load; the daemon says which.
+            Unreachable: no answer in time.
+        """
+        if self._phase == "training" and self._standing.alone:
+            return
+        if self._phase != "restoring" or self._plan is None:
+            raise UsageError("restored() belongs after resume().")
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        if self._loader is not None:
+            self._loader.stop()
+            self._loader = None
+        message = Restored(token=self._plan.token, rank=self.rank, step=self._plan.step, ok=ok, reason=reason[:4096])
+        self._link.request(
+            message, max(self.settings.restore_wait, self.settings.rendezvous_timeout), on_progress=self._say_progress
+        )
+        if ok:
+            self._phase = "training"
+
+    # ------------------------------------------------------------------------------------ every step
+
+    def due(self, step: int) -> bool:
+        """Whether `boundary(step)` would want a snapshot; an adapter need not collect its sources where not."""
+        return self._phase == "training" and not self._pausing and not self.fenced and self._standing.due(step)
+
+    @property
+    def fenced(self) -> bool:
+        """A newer start of the job has taken over: no snapshot of this process is kept any more."""
+        return bool(self._standing.fenced)
+
+    @property
+    def paused_now(self) -> bool:
+        """Within `paused()`."""
+        return self._pausing > 0
+
+    def boundary(
+        self,
+        step: int,
+        updates: int,
+        sources: Sequence[Source],
+        small: object,
+        *,
+        recheck: Callable[[], Iterable[tuple[int, ...]]] | None = None,
+        force: bool = False,
+    ) -> Outcome:
+        """A step is complete: begin its snapshot, where the cadence takes it.
+
+        Volatile sources and `small` are copied before this returns; stable ones by the engine until the fence.
+
+        Args:
+            step: boundaries passed since the job began, this one included.
+            updates: optimizer updates since the job began.
+            sources: all tensors of this rank, in a fixed order. A changed tree is declared anew, which blocks.
+            small: everything else, as a typed tree.
+            recheck: reads the identities of all stable sources again, in order; None: each source's `witness`.
+            force: whatever the cadence says (`save`, `finish`: all ranks do so at the same step).
+
+        Raises:
+            BaftError: with `strict`, what a former call skipped over.
+        """
+        self._check_usable()
+        if self._phase != "training":
+            raise UsageError("a boundary came before resume() and restored(), or after finish().")
+        began = self._clock()
+        self._skips.raise_pending()
+        if self._snapshot is not None:
+            self._guard(lambda: self._seal(None))  # a loop without a fence hook: the copy must be over by now
+        self._step = step
+        self.counters.boundaries += 1
+        if not force and not self._standing.due(step):
+            return Outcome(OutcomeKind.NOT_DUE, step)
+        outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began))
+        self.counters.held_seconds += self._clock() - began
+        return outcome
+
+    def _begin(
+        self,
+        step: int,
+        updates: int,
+        sources: Sequence[Source],
+        small: object,
+        recheck: Callable[[], Iterable[tuple[int, ...]]] | None,
+        began: float,
+    ) -> Outcome:
+        token, skip = self._standing.token, self._skips.skip
+        if self.fenced:
+            return skip(step, "fenced", self._standing.fenced, Fenced)
+        if self._pausing:
+            return skip(step, "paused", "training is paused")
+        if token is None or (self._link.state is not LinkState.UP and self._standing.granted == 0):
+            return skip(step, "no_daemon", self._link.last_error, Unreachable)
+        encoded = state_tree.encode(small)
+        if self._standing.must_declare or not self._layout.fits(sources, len(encoded)):
+            problem = self._declare(token, sources, len(encoded))
+            if problem is not None:
+                return skip(step, problem[0], str(problem[1]), problem[1])
+        writer = self._layout.writer
+        assert writer is not None
+        grant = self._standing.take_grant()
+        if grant is None:
+            return skip(step, "no_slot", self._standing.no_grant or "the daemon has granted no slot yet", Degraded)
+        if not writer.owns(grant.slot):
+            return skip(step, "no_slot", f"slot {grant.slot} was granted but never declared", ProtocolError)
+        self._snapshot = writer.begin(
+            grant.slot,
+            grant.generation,
+            Token(token.epoch, token.incarnation),
+            step=step,
+            updates=updates,
+            sources=sources,
+            small=encoded,
+            recheck=recheck,
+            writer=(self._identity.pid, self._identity.pid_start),
+            now=began,
+        )
+        self._layout.page(step=step, updates=updates)
+        self.counters.began += 1
+        self._snapshot.held = self._clock() - began
+        self._link.post(Begin(token=token, rank=self.rank, step=step, slot=grant.slot, generation=grant.generation))
+        return Outcome(OutcomeKind.BEGAN, step)
+
+    def _declare(self, token: WireToken, sources: Sequence[Source], small_bytes: int) -> tuple[str, BaftError] | None:
+        """Agree on a layout, which blocks. None: it stands; else the kind of reason and the error."""
+        if self._link.state is not LinkState.UP:
+            return "no_daemon", self._link.unreachable("no answer")
+        if self._declare_error is not None and self._clock() < self._declare_again:
+            return self._declare_error.code, self._declare_error
+        if self._layout.writer is not None and small_bytes > self._layout.small_room:
+            note = "slots are laid out anew"
+            self._log.warning("small_state_grew", bytes=small_bytes, room=self._layout.small_room, note=note)
+        try:
+            reply = self._layout.declare(
+                token,
+                sources,
+                small_bytes,
+                ask=lambda message: self._ask(message, self.settings.declare_timeout, Declared),
+                device=self.device,
+            )
+        except BaftError as error:
+            self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
+            return error.code, error
+        self._declare_error = None
+        self.counters.declares += 1
+        self._standing.declared(reply)
+        return None
+
+    def fence(self, updates: int | None = None) -> Outcome:
+        """The state is about to change: finish the copy of the last boundary, compare the witnesses, seal.
+
+        Cheap and idempotent where nothing is in progress.
+
+        Args:
+            updates: the optimizer's update counter now; a snapshot of another count is torn.
+
+        Raises:
+            BaftError: with `strict`, what a former call skipped over.
+        """
+        self._skips.raise_pending()
+        if self._phase == "over" or self._snapshot is None:
+            return Outcome(OutcomeKind.NOTHING, self._step)
+        return self._guard(lambda: self._seal(updates))
+
+    def _seal(self, updates: int | None) -> Outcome:
+        snapshot, writer, token = self._snapshot, self._layout.writer, self._standing.token
+        assert snapshot is not None
+        assert writer is not None
+        self._snapshot = None
+        began = self._clock()
+        if self.fenced or token is None:
+            writer.cancel()
+            return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
+        audit = self._audit > 0 and self.counters.sealed % self._audit == 0
+        deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
+        result = writer.seal(snapshot, updates=updates, deadline=deadline, audit=audit)
+        self.counters.audits += audit
+        now = self._clock()
+        self.counters.held_seconds += now - began
+        if isinstance(result, Torn):
+            self._layout.page(fence=snapshot.step)
+            return self._torn(snapshot, result)
+        held = snapshot.held + now - began
+        self._last_sealed = snapshot.step
+        self.counters.sealed += 1
+        self.counters.bytes_copied += writer.nbytes
+        self.counters.last_held_ms = held * 1e3
+        self._layout.page(
+            fence=snapshot.step, held_ns=int(held * 1e9), held_total_ns=int(self.counters.held_seconds * 1e9)
+        )
+        self._link.post(
+            Seal(
+                token=token,
+                rank=self.rank,
+                step=snapshot.step,
+                updates=snapshot.updates,
+                slot=snapshot.slot,
+                generation=snapshot.generation,
+                image_length=snapshot.header.image_length,
+                small_length=snapshot.header.small_length,
+                digests=result.digests,
+                held_ms=held * 1e3,
+                copy_ms=(now - snapshot.began) * 1e3,
+            )
+        )
+        return Outcome(OutcomeKind.SEALED, snapshot.step)
+
+    def _torn(self, snapshot: Snapshot, torn: Torn) -> Outcome:
+        step = snapshot.step
+        if torn.witness == "late":
+            self._skips.skip(step, "late", torn.detail, Degraded, begun=snapshot)
+            return Outcome(OutcomeKind.TORN, step, f"late: {torn.detail}")
+        self.counters.torn += 1
+        where = f" in tensor {torn.name!r}" if torn.name else ""
+        reason = f"{torn.witness}: the state changed between boundary and fence{where}: {torn.detail}"
+        self._skips.skip(step, "torn", reason, TornSnapshot, torn=True, begun=snapshot)
+        return Outcome(OutcomeKind.TORN, step, reason, torn.name)
+
+    def skip(self, step: int, reason: str) -> None:
+        """No snapshot of `step`, for a reason of the caller's; drops one in progress of the same step.
+
+        The step is dead for the whole job. Does nothing for a step that the cadence does not take.
+        """
+        if self._phase != "training":
+            return
+        if self._snapshot is not None and self._snapshot.step == step:
+            self.cancel(reason)
+            return
+        self._step = max(self._step, step)
+        self.counters.boundaries += 1
+        if self._standing.due(step):
+            self._skips.skip(step, "asked", reason)
+
+    def cancel(self, reason: str) -> None:
+        """Drop the snapshot in progress, if there is one."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            self._layout.cancel()
+            self._skips.skip(snapshot.step, "cancelled", reason, begun=snapshot)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """For code that changes weights for a while (EMA evaluation): what is being copied is finished first, and
+        boundaries within are skipped."""
+        self.fence()
+        self._pausing += 1
+        try:
+            yield
+        finally:
+            self._pausing -= 1
+
+    def _guard(self, work: Callable[[], Outcome]) -> Outcome:
+        """Run a part of a boundary or fence so that no failure of ours reaches the training loop."""
+        try:
+            return work()
+        except Exception as error:  # noqa: BLE001 - weak by default: counted, logged, raised at the next call if strict
+            snapshot, self._snapshot = self._snapshot, None
+            with contextlib.suppress(BaftError):
+                self._layout.cancel()
+            return self._skips.failed(self._step, error, snapshot)
+
+    def _check_usable(self) -> None:
+        if self._phase == "over":
+            raise UsageError(f"the session of job {self.job}, rank {self.rank}, is over.")
+
+    # ------------------------------------------------------------------------------------ ending
+
+    def settle(self, timeout: float) -> bool:
+        """Wait until the newest sealed snapshot is committed(memory) and a slot is granted for the next one.
+
+        For tests and short programs: a training loop never needs to. False: not within `timeout` seconds.
+        """
+        deadline = self._clock() + timeout
+        standing = self._standing
+        with standing.changed:
+            return standing.changed.wait_for(
+                lambda: (
+                    standing.committed.get("memory", 0) >= self._last_sealed
+                    and (standing.granted > 0 or self._layout.writer is None)
+                ),
+                max(0.0, deadline - self._clock()),
+            )
+
+    def save(self, *, durable: bool = True, timeout: float | None = None) -> Saved:
+        """Make the newest boundary durable now (`durable=False`: wait for its commit in memory).
+
+        All ranks call it at the same step. The answer says where it lies.
+
+        Raises:
+            Unreachable: no daemon, or no answer for `timeout` seconds (600).
+            Degraded: there is no durable tier, or the step was not committed.
+        """
+        self._check_usable()
+        self.fence()
+        limit = SAVE_TIMEOUT if timeout is None else timeout
+        if not durable:
+            if not self.settle(limit):
+                raise Degraded(f"step {self._last_sealed} was not committed within {limit:g} s.")
+            return Saved(step=self._standing.committed.get("memory", 0), tier="memory")
+        message = Save(token=self._need_token(), rank=self.rank, step=self._step)
+        return self._ask(message, limit, Saved, on_progress=self._say_progress)
+
+    def finish(self, timeout: float | None = None) -> Saved | None:
+        """Training is complete: the last step is made durable, where a durable tier is on, and the slots are freed.
+
+        Waits for all ranks. Weak by default: where it fails, that is logged as an error and None is returned.
+
+        Raises:
+            BaftError: with `strict`.
+        """
+        if self._phase == "over":
+            return None
+        try:
+            if self._phase == "training":
+                self._guard(lambda: self._seal(None) if self._snapshot is not None else Outcome(OutcomeKind.NOTHING))
+            message = Finish(token=self._need_token(), rank=self.rank, step=self._step)
+            limit = SAVE_TIMEOUT if timeout is None else timeout
+            saved = self._ask(message, limit, Saved, on_progress=self._say_progress)
+        except BaftError as error:
+            self._log.error("finish_failed", step=self._step, why=str(error))
+            self._end("finish failed")
+            if self.strict:
+                raise
+            return None
+        self._log.info("finished", step=saved.step, tier=saved.tier, path=saved.path, note=saved.note)
+        self._end("")
+        return saved
+
+    def _need_token(self) -> WireToken:
+        token = self._standing.token
+        if self.fenced:
+            raise Fenced(f"job {self.job}, rank {self.rank}: {self._standing.fenced}.")
+        if token is None:
+            raise self._link.unreachable("no token")
+        if not self._link.wait_up(self.settings.connect_timeout):
+            raise self._link.unreachable(f"no answer within {self.settings.connect_timeout:g} s")
+        return token
+
+    def leave(self, reason: str = "") -> None:
+        """End without finishing: every slot stays. Waits two seconds for the daemon at most; never raises."""
+        if self._phase == "over":
+            return
+        with contextlib.suppress(BaftError):
+            self.cancel(f"the process leaves: {reason}" if reason else "the process leaves")
+            if self._link.state is LinkState.UP:
+                message = Leave(token=self._standing.token, rank=self.rank, reason=reason[:4096])
+                self._link.request(message, LEAVE_TIMEOUT)
+        self._end(reason)
+
+    def close(self) -> None:
+        """`leave` where the session is not over yet. Safe to call twice."""
+        self.leave("closed")
+
+    def _end(self, reason: str) -> None:
+        self._phase = "over"
+        self._snapshot = None
+        lifeline.forget(self)
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        if self._loader is not None:
+            self._loader.stop()
+            self._loader = None
+        self._layout.close()
+        self._link.close()
+        self._standing.release()
+        self.counters.reconnects = max(0, self._standing.went_up - 1)
+
+    # ------------------------------------------------------------------------------------ details
+
+    def _ask(
+        self,
+        message: Message,
+        timeout: float,
+        kind: type[_AnswerT],
+        *,
+        on_progress: Callable[[Progress | ResumeProgress], None] | None = None,
+    ) -> _AnswerT:
+        reply: Reply = self._link.request(message, timeout, on_progress=on_progress)
+        if not isinstance(reply, kind):
+            raise ProtocolError(
+                f"the daemon answered {type(message).__name__} with {type(reply).__name__}.", field="type"
+            )
+        return reply
+
+    def _say_progress(self, progress: Progress | ResumeProgress) -> None:
+        if isinstance(progress, ResumeProgress):
+            self._log.info(
+                "waiting",
+                phase=progress.phase,
+                missing=",".join(map(str, progress.missing[:16])) or None,
+                waited=round(progress.waited, 1),
+                deadline=round(progress.deadline, 1),
+            )
+        else:
+            self._log.info("waiting", phase=progress.what, done=progress.done, total=progress.total)
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: drop everything inherited, speak to nobody, let the child live. Takes no lock."""
+        self._phase = "over"
+        self._snapshot = None
+        self._link.abandon_in_child()
+        self._standing.abandon_in_child()
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        self._layout.abandon_in_child()

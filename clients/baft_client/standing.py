@@ -1,0 +1,310 @@
+"""What the daemon has told this rank: token, granted slots, cadence, fates of its snapshots.
+
+Messages arrive in the I/O thread; the training thread reads under one lock that is held for microseconds.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baft_client.io_thread import Handler, IoThread
+from baftd import __version__
+from baftd.errors import BaftError, Fenced
+from baftd.memory.processes import RecordLock
+from baftd.telemetry import get_logger
+from baftd.wire.codec import reply_error
+from baftd.wire.messages import (
+    Ack,
+    Begin,
+    Cadence,
+    Committed,
+    Declared,
+    ErrorReply,
+    Fence,
+    Grant,
+    Hello,
+    Message,
+    NoGrant,
+    Reply,
+    Restored,
+    Resume,
+    ResumePlan,
+    Seal,
+    Skip,
+    Welcome,
+    WireToken,
+)
+
+__all__ = ["Identity", "Standing"]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process says it is."""
+
+    job: str
+    rank: int
+    world: int
+    incarnation: str
+    pid: int
+    pid_start: int
+    framework: str = ""
+    strict: bool = False
+
+
+class Standing(Handler):
+    """The session's handler of messages. Attributes are read by the training thread; `changed` tells of each change."""
+
+    def __init__(self, identity: Identity, *, on_fenced: Callable[[], None]) -> None:
+        self.identity = identity
+        self.changed = threading.Condition()
+        self.token: WireToken | None = None
+        self.fenced: str = ""
+        """Why this process may write nothing any more; empty: it may."""
+        self.refusal: BaftError | None = None
+        """The daemon's answer to the last hello, where it was an error."""
+        self.must_declare = False
+        """The daemon does not know the layout (any more)."""
+        self.no_grant = ""
+        """Why no slot is granted, in the daemon's words."""
+        self.committed: dict[str, int] = {}
+        self.refused: list[tuple[int, BaftError]] = []
+        """Messages without an answer that the daemon refused: (step or 0, error)."""
+        self.outages = 0
+        self.went_up = 0
+        self.alone = False
+        """Training began without a daemon (`fresh=True`): join as soon as there is one."""
+        self.link: IoThread | None = None
+        self.failures = 0
+        self._on_fenced = on_fenced
+        self._grants: OrderedDict[int, Grant] = OrderedDict()
+        self._used: dict[int, int] = {}
+        self._cadences: list[Cadence] = []
+        self._lock: RecordLock | None = None
+        self._locked = (0, 0)
+        self._log = get_logger("client").bind(job=identity.job, rank=identity.rank)
+
+    # ------------------------------------------------------------ for the training thread
+
+    def due(self, step: int) -> bool:
+        """Whether the job's cadence takes `step`. Before any cadence is known: yes."""
+        with self.changed:
+            every = 1
+            for cadence in self._cadences:
+                if cadence.from_step <= step:
+                    every = cadence.memory_every
+            return step % every == 0
+
+    def take_grant(self) -> Grant | None:
+        """The oldest granted slot; it is used up whatever becomes of the snapshot."""
+        with self.changed:
+            if not self._grants:
+                return None
+            slot, grant = self._grants.popitem(last=False)
+            self._used[slot] = grant.generation
+            return grant
+
+    @property
+    def granted(self) -> int:
+        """Number of slots that may be filled."""
+        return len(self._grants)
+
+    def declared(self, reply: Declared) -> None:
+        """A layout was agreed: older grants are for slots that are going away."""
+        with self.changed:
+            self._grants.clear()
+            self._used.clear()
+            self.no_grant = ""
+            self.must_declare = False
+            for grant in reply.grants:
+                self._grants[grant.slot] = grant
+            self._take_cadence(reply.cadence)
+            self.changed.notify_all()
+
+    def adopt(self, token: WireToken) -> None:
+        """The rendezvous gave a token."""
+        with self.changed:
+            self.token = token
+            self.changed.notify_all()
+
+    def release(self) -> None:
+        """Give the record lock up."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: forget everything; the parent's lock is not the child's. Takes no lock."""
+        self.changed = threading.Condition()
+        self._grants = OrderedDict()
+        self.fenced = "this is a forked child of the training process"
+        if self._lock is not None:
+            self._lock.forget()
+            self._lock = None
+
+    # ------------------------------------------------------------ in the I/O thread
+
+    def make_hello(self) -> Hello:
+        me = self.identity
+        return Hello(
+            job=me.job,
+            rank=me.rank,
+            world=me.world,
+            incarnation=me.incarnation,
+            pid=me.pid,
+            pid_start=me.pid_start,
+            framework=me.framework,
+            client_version=__version__,
+            token=self.token,
+            strict=me.strict,
+        )
+
+    def welcomed(self, welcome: Welcome) -> None:
+        self._hold_lock(welcome.lock_path)
+        with self.changed:
+            again = self.went_up > 0
+            self.went_up += 1
+            self.refusal = None
+            # The daemon grants anew after a hello; what it granted before it may not remember.
+            self._grants.clear()
+            self.changed.notify_all()
+        if again:
+            self._log.info("daemon_back", node=welcome.node, daemon=welcome.daemon_version)
+        if welcome.fenced:
+            self._fence("a newer start of the job has taken over")
+        elif self.alone and self.token is None:
+            self._join_late()
+
+    def _hold_lock(self, path: str) -> None:
+        """Hold the record lock that tells of this process's death. The file is opened once: closing any descriptor
+        of it would drop the lock."""
+        if not path:
+            return
+        try:
+            found = os.stat(path)
+            if self._lock is not None and (found.st_dev, found.st_ino) == self._locked:
+                return
+            self.release()
+            lock = RecordLock(path)
+            if not lock.acquire():
+                self._log.warning("no_record_lock", path=path, why="another process holds it")
+                return
+            self._lock = lock
+            self._locked = (found.st_dev, found.st_ino)
+        except (OSError, BaftError) as error:
+            # The daemon still has the pidfd and heartbeats to know our death by.
+            self._log.warning("no_record_lock", path=path, why=str(error))
+
+    def turned_away(self, error: BaftError) -> None:
+        with self.changed:
+            first = self.refusal is None or self.refusal.message != error.message
+            self.refusal = error
+            self.changed.notify_all()
+        if isinstance(error, Fenced):
+            self._fence(error.message)
+        elif first:
+            self._log.warning("turned_away", why=str(error))
+
+    def went_away(self, why: str) -> None:
+        with self.changed:
+            self.outages += 1
+            self._grants.clear()
+            self.changed.notify_all()
+        self._log.warning("daemon_away", why=why, note="training goes on without snapshots until it is back")
+
+    def failed(self, error: BaseException) -> None:
+        self.failures += 1
+        self._log.error("io_thread_failed", why=f"{type(error).__name__}: {error}")
+
+    def received(self, reply: Reply) -> None:
+        if isinstance(reply, ErrorReply):
+            self._refused(reply)
+            return
+        token = getattr(reply, "token", None)
+        if token is not None and token != self.token:
+            # A fence carries the newer token; everything else of another start is not for us.
+            if isinstance(reply, Fence) and self.token is not None and token.epoch > self.token.epoch:
+                self._fence(reply.reason)
+            return
+        with self.changed:
+            if isinstance(reply, Grant):
+                if reply.generation > self._used.get(reply.slot, -1):
+                    self._grants[reply.slot] = reply
+                    self.no_grant = ""
+            elif isinstance(reply, NoGrant):
+                self.no_grant = reply.reason
+            elif isinstance(reply, Cadence):
+                self._take_cadence(reply)
+            elif isinstance(reply, Committed):
+                self.committed[reply.tier] = max(reply.step, self.committed.get(reply.tier, 0))
+            self.changed.notify_all()
+        if isinstance(reply, Fence):
+            self._fence(reply.reason)
+        elif isinstance(reply, Committed) and reply.tier == "memory" and self.link is not None:
+            step = reply.step
+            self.link.acknowledge(lambda message: _step_of(message) <= step)
+
+    def _take_cadence(self, cadence: Cadence) -> None:
+        kept = [known for known in self._cadences if known.from_step < cadence.from_step]
+        self._cadences = [*kept[-8:], cadence]
+
+    def _refused(self, reply: ErrorReply) -> None:
+        error = reply_error(reply)
+        if isinstance(error, Fenced):
+            self._fence(error.message)
+            return
+        with self.changed:
+            if reply.field == "declare":
+                self.must_declare = True
+                self._grants.clear()
+            else:
+                self.refused.append((0, error))
+                del self.refused[:-16]
+            self.changed.notify_all()
+        if reply.field != "declare":
+            self._log.warning("refused", field=reply.field, why=str(error))
+
+    def _fence(self, reason: str) -> None:
+        with self.changed:
+            if self.fenced:
+                return
+            self.fenced = reason
+            self._grants.clear()
+            self.changed.notify_all()
+        self._log.warning(
+            "fenced", why=reason, note="this process writes no snapshot any more; it may go on, its work is not kept"
+        )
+        self._on_fenced()
+
+    # ------------------------------------------------------------ joining after training began
+
+    def _join_late(self) -> None:
+        assert self.link is not None
+        link, me = self.link, self.identity
+
+        def planned(reply: Reply | BaftError) -> None:
+            if isinstance(reply, ResumePlan):
+                token = reply.token
+                link.ask(
+                    Restored(token=token, rank=me.rank, step=0, ok=True, reason=""),
+                    lambda answer: joined(answer, token),
+                )
+            else:
+                self._log.warning("cannot_join", why=str(reply), note="training goes on without snapshots")
+
+        def joined(reply: Reply | BaftError, token: WireToken) -> None:
+            if isinstance(reply, Ack):
+                self.adopt(token)
+                self._log.info("joined", epoch=token.epoch)
+            else:
+                self._log.warning("cannot_join", why=str(reply), note="training goes on without snapshots")
+
+        link.ask(Resume(job=me.job, rank=me.rank, fresh=True), planned)
+
+
+def _step_of(message: Message) -> int:
+    return message.step if isinstance(message, Begin | Seal | Skip) else -1
