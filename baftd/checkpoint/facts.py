@@ -34,6 +34,7 @@ __all__ = [
     "Writer",
     "checkpoint_from",
     "checkpoint_record",
+    "is_lasting",
     "needs_fsync",
     "newer_incarnation",
     "next_incarnation",
@@ -56,12 +57,18 @@ class Ready(Generic[Instruction]):
     announce: tuple[Instruction, ...] = ()
 
 
+_LASTING = frozenset({"epoch", "quarantine", "bad_source", "highest"})
 _LOSABLE = frozenset({"highest"})
 
 
 def needs_fsync(record: Record) -> bool:
     """Whether a record of a job's history must survive a power loss. The highest step seen is worth no fsync."""
     return record["k"] not in _LOSABLE
+
+
+def is_lasting(record: Record) -> bool:
+    """Whether a record belongs into the node's manifest, which outlives its memory, not into the slots' journal."""
+    return record["k"] in _LASTING
 
 
 # ---------------------------------------------------------------- identities of processes and nodes

@@ -199,11 +199,25 @@ class History:
         """Learn epochs from a node's manifest or a durable one; what is known already wins.
 
         An unknown epoch is added even above the head (a coordinator that lost its memory learns its head so). An
-        epoch known under another token stays as it is: the other one's shards are foreign and are never offered.
+        epoch known under another token stays as it is: the other one's shards are foreign and are never offered. Of
+        two parents of the same token the older one is the later word: `reparent` only ever goes back.
         """
         records: list[Record] = []
         for facts in sorted(epochs, key=lambda e: e.token.epoch):
-            if facts.token.epoch not in self._epochs:
+            known = self._epochs.get(facts.token.epoch)
+            if known is None or (
+                known.token == facts.token
+                and known.parent is not None
+                and (facts.parent is None or facts.parent.step < known.parent.step)
+            ):
+                records += self._add(facts)
+        return tuple(records)
+
+    def adopt(self, line: Iterable[EpochFacts]) -> tuple[Record, ...]:
+        """Take over what a coordinator says of the line, also where it contradicts what was known."""
+        records: list[Record] = []
+        for facts in sorted(line, key=lambda e: e.token.epoch):
+            if self._epochs.get(facts.token.epoch) != facts:
                 records += self._add(facts)
         return tuple(records)
 

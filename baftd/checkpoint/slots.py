@@ -14,15 +14,27 @@ one is dead, quarantined or abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
 
-from baftd.checkpoint.facts import JobView, ShardFacts, Writer
+from baftd.checkpoint.facts import JobView, Record, ShardFacts, Writer, token_from, token_record
 from baftd.checkpoint.identity import Token
+from baftd.errors import FormatError
 
-__all__ = ["DAEMON", "Fate", "HeaderFacts", "Slot", "SlotState", "SlotTable", "Verdict"]
+__all__ = [
+    "DAEMON",
+    "Fate",
+    "HeaderFacts",
+    "Judgement",
+    "Slot",
+    "SlotState",
+    "SlotTable",
+    "rebuild_table",
+    "slot_record",
+    "table_records",
+]
 
 DAEMON = Writer(0, 0)
 """The writer of a slot that the daemon itself fills (a fetch for a restore)."""
@@ -59,7 +71,7 @@ class Fate(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """A fate and the reason, in words for a log line."""
 
     fate: Fate
@@ -158,47 +170,47 @@ class SlotTable:
 
     # ------------------------------------------------------------ what may become of a slot
 
-    def fate(self, slot: Slot, line: Line, view: JobView | None) -> Verdict:
+    def fate(self, slot: Slot, line: Line, view: JobView | None) -> Judgement:
         """What may become of this slot's content, and why.
 
         `view` is the last word of the coordinator, None if there was none since the daemon started.
         """
         shard = slot.shard
         if slot.state is SlotState.FREE:
-            return Verdict(Fate.FREE, "free")
+            return Judgement(Fate.FREE, "free")
         if slot.state is SlotState.FILLING:
             at = "next step" if slot.step is None else f"step {slot.step}"
-            return Verdict(Fate.KEEP, f"granted to {slot.writer} for {at}")
+            return Judgement(Fate.KEEP, f"granted to {slot.writer} for {at}")
         if slot.state is SlotState.SEALED or shard is None:
-            return Verdict(Fate.KEEP, f"step {slot.step} is being digested")
+            return Judgement(Fate.KEEP, f"step {slot.step} is being digested")
         what = f"step {shard.step} of epoch {shard.token.epoch}"
         if slot.persisting:
-            return Verdict(Fate.KEEP, f"{what}: pinned (persist)")
+            return Judgement(Fate.KEEP, f"{what}: pinned (persist)")
         if slot.sending:
-            return Verdict(Fate.KEEP, f"{what}: pinned (send)")
+            return Judgement(Fate.KEEP, f"{what}: pinned (send)")
         if view is None:
-            return Verdict(Fate.KEEP, f"{what}: the coordinator has not been heard yet")
+            return Judgement(Fate.KEEP, f"{what}: the coordinator has not been heard yet")
         checkpoint, head = shard.checkpoint, view.token
         if head is not None and shard.token == head and shard.step in view.persist:
-            return Verdict(Fate.KEEP, f"{what}: pinned (persist)")
+            return Judgement(Fate.KEEP, f"{what}: pinned (persist)")
         on_line = line.on_line(shard.token, shard.step)
         if on_line and checkpoint == view.restored:
-            return Verdict(Fate.KEEP, f"{what}: pinned (restore)")
+            return Judgement(Fate.KEEP, f"{what}: pinned (restore)")
         if on_line and checkpoint == view.committed:
-            return Verdict(Fate.KEEP, f"{what}: newest committed")
+            return Judgement(Fate.KEEP, f"{what}: newest committed")
         if checkpoint in view.quarantined:
-            return Verdict(Fate.FREE, f"{what}: quarantined")
+            return Judgement(Fate.FREE, f"{what}: quarantined")
         if shard.token.epoch > line.epoch:
-            return Verdict(Fate.KEEP, f"{what}: newer than the coordinator's epoch {line.epoch}")
+            return Judgement(Fate.KEEP, f"{what}: newer than the coordinator's epoch {line.epoch}")
         if not on_line:
-            return Verdict(Fate.FREE if view.begun else Fate.ROTATE, f"{what}: abandoned")
+            return Judgement(Fate.FREE if view.begun else Fate.ROTATE, f"{what}: abandoned")
         if view.committed is not None and shard.step < view.committed.step:
-            return Verdict(Fate.FREE, f"{what}: step {view.committed.step} is committed")
+            return Judgement(Fate.FREE, f"{what}: step {view.committed.step} is committed")
         if shard.token == head and (slot.dead or shard.step in view.dead):
-            return Verdict(Fate.FREE, f"{what}: dead")
+            return Judgement(Fate.FREE, f"{what}: dead")
         if shard.token == head and not slot.reported:
-            return Verdict(Fate.ROTATE, f"{what}: not reported yet")
-        return Verdict(Fate.KEEP, f"{what}: waiting for the other ranks")
+            return Judgement(Fate.ROTATE, f"{what}: not reported yet")
+        return Judgement(Fate.KEEP, f"{what}: waiting for the other ranks")
 
     def choose(self, line: Line, view: JobView | None) -> Slot | None:
         """The slot to grant next: a free one, else abandoned content, else the oldest unreported step; None: none.
@@ -227,3 +239,103 @@ class SlotTable:
             text = verdict.why if slot.state is not SlotState.FREE else ""
             lines.append(f"slot {slot.index}: {slot.state.name}{f' {text}' if text else ''}")
         return lines
+
+
+# ---------------------------------------------------------------- journal
+
+
+def slot_record(kind: str, rank: int, slot: Slot) -> Record:
+    """The journal record of what was just done to a slot: `grant`, `verified` or `free`."""
+    record: Record = {"k": kind, "rank": rank, "slot": slot.index, "gen": slot.generation}
+    if kind == "grant":
+        assert slot.writer is not None
+        assert slot.token is not None
+        record["writer"] = [slot.writer.pid, slot.writer.start]
+        record["token"] = token_record(slot.token)
+    elif kind == "verified":
+        assert slot.shard is not None
+        record["shard"] = slot.shard.to_record()
+    return record
+
+
+def table_records(table: SlotTable) -> list[Record]:
+    """The table in as few records as possible, to rewrite a journal."""
+    kinds = {
+        SlotState.FREE: "free",
+        SlotState.FILLING: "grant",
+        SlotState.SEALED: "grant",
+        SlotState.VERIFIED: "verified",
+    }
+    return [slot_record(kinds[slot.state], table.rank, slot) for slot in table]
+
+
+def rebuild_table(
+    table: SlotTable, records: Iterable[Record], headers: Mapping[int, HeaderFacts | None]
+) -> list[Record]:
+    """Fill an empty table from the journal and from what the headers say happened since. Returns new records.
+
+    The journal has the last word on who may write a slot; a header counts only under the generation that the journal
+    granted. A slot the journal does not know (it was lost) is judged by its header alone, and its content digested
+    again. Raises `FormatError` for a record that cannot be one.
+    """
+    known: set[int] = set()
+    for record in records:
+        if record.get("k") in ("grant", "verified", "free") and record.get("rank") == table.rank:
+            known.add(_replay(table, record))
+    for index in [index for index in table.slots if index not in headers]:
+        del table.slots[index]
+    written: list[Record] = []
+    for index, header in headers.items():
+        slot = table.slots.setdefault(index, Slot(index))
+        if index not in known:
+            if header is not None:
+                _trust_header(slot, header)
+        elif slot.state is SlotState.VERIFIED:
+            if header is None or header.generation != slot.generation or not _same(slot, header):
+                slot.clear()
+        elif slot.state is SlotState.FILLING and header is not None and header.generation == slot.generation:
+            if header.state in (SlotState.SEALED, SlotState.VERIFIED) and header.shard is not None:
+                slot.state, slot.shard, slot.step = SlotState.SEALED, header.shard, header.shard.step
+            elif header.state is SlotState.FILLING and header.shard is not None:
+                slot.step = header.shard.step
+        if slot.state is SlotState.FILLING and slot.writer == DAEMON:
+            slot.clear()
+        if slot.state is SlotState.FREE:
+            written.append(slot_record("free", table.rank, slot))
+    return written
+
+
+def _replay(table: SlotTable, record: Record) -> int:
+    try:
+        index, generation = int(record["slot"]), int(record["gen"])
+        slot = table.slots.setdefault(index, Slot(index))
+        slot.clear()
+        slot.generation = generation
+        if record["k"] == "grant":
+            pid, start = record["writer"]
+            slot.state, slot.writer, slot.token = SlotState.FILLING, Writer(pid, start), token_from(record["token"])
+        elif record["k"] == "verified":
+            slot.shard = ShardFacts.from_record(record["shard"])
+            slot.state, slot.step = SlotState.VERIFIED, slot.shard.step
+        return index
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"a slot record does not have the fields of one: {error!r}") from error
+
+
+def _trust_header(slot: Slot, header: HeaderFacts) -> None:
+    slot.generation = header.generation
+    if header.state in (SlotState.SEALED, SlotState.VERIFIED) and header.shard is not None:
+        slot.state, slot.shard, slot.step = SlotState.SEALED, header.shard, header.shard.step
+    elif header.state is SlotState.FILLING and header.shard is not None and header.writer is not None:
+        slot.state, slot.writer, slot.token = SlotState.FILLING, header.writer, header.shard.token
+        slot.step = header.shard.step
+
+
+def _same(slot: Slot, header: HeaderFacts) -> bool:
+    shard = slot.shard
+    return (
+        shard is not None
+        and header.shard is not None
+        and header.state in (SlotState.SEALED, SlotState.VERIFIED)
+        and (header.shard.token, header.shard.rank, header.shard.step) == (shard.token, shard.rank, shard.step)
+    )
