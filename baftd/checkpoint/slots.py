@@ -259,14 +259,9 @@ def slot_record(kind: str, rank: int, slot: Slot) -> Record:
 
 
 def table_records(table: SlotTable) -> list[Record]:
-    """The table in as few records as possible, to rewrite a journal."""
-    kinds = {
-        SlotState.FREE: "free",
-        SlotState.FILLING: "grant",
-        SlotState.SEALED: "grant",
-        SlotState.VERIFIED: "verified",
-    }
-    return [slot_record(kinds[slot.state], table.rank, slot) for slot in table]
+    """The table in as few records as possible, to rewrite a journal. Sealed slots are left to their headers."""
+    kinds = {SlotState.FREE: "free", SlotState.FILLING: "grant", SlotState.VERIFIED: "verified"}
+    return [slot_record(kinds[slot.state], table.rank, slot) for slot in table if slot.state in kinds]
 
 
 def rebuild_table(
