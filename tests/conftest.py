@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +42,13 @@ def leak_gate(request: pytest.FixtureRequest) -> Iterator[None]:
     left = leaked(before)
     if left:
         pytest.fail(f"{request.node.name} left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture
+def shm_path() -> Iterator[Path]:
+    """A directory on tmpfs, removed afterwards; keep what you put there to a few MB."""
+    with tempfile.TemporaryDirectory(prefix=f"baftd-test-{os.getpid()}-", dir="/dev/shm") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

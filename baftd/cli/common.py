@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from baftd.cli.render import complain, printable
 from baftd.errors import BaftError, ProtocolError
 
 if TYPE_CHECKING:
@@ -134,10 +135,10 @@ class ProgressLine:
             return
         if self._live:
             share = f"{100 * part.done // part.total:3d} %" if part.total else ""
-            sys.stderr.write(f"\r\x1b[K{part.what} {share}")
+            sys.stderr.write(f"\r\x1b[K{printable(part.what)} {share}")
             self._open = True
         elif part.what != self._last:
-            sys.stderr.write(f"{part.what}\n")
+            sys.stderr.write(f"{printable(part.what)}\n")
         self._last = part.what
         sys.stderr.flush()
 
@@ -153,8 +154,9 @@ class ProgressLine:
 
 
 def print_json(kind: str, fields: Mapping[str, Any]) -> None:
-    """One document: `{"version": 1, "kind": kind, ...}`."""
-    document = {"version": JSON_VERSION, "kind": kind, **fields}
+    """One document: `{"version": 1, "kind": kind, ...}`; a field "version" of a reply is the daemon's."""
+    renamed = {"daemon_version" if name == "version" else name: value for name, value in fields.items()}
+    document = {"version": JSON_VERSION, "kind": kind, **renamed}
     print(json.dumps(document, indent=2, ensure_ascii=False))
 
 
@@ -168,7 +170,7 @@ def fields_of(reply: Any) -> dict[str, Any]:
 
 def print_error(error: BaftError, *, as_json: bool) -> None:
     """The sentence on stderr; with `as_json` also a document on stdout, so that a reader always finds one there."""
-    print(f"baftd: {error}", file=sys.stderr)
+    complain(str(error))
     if as_json:
         field = {"field": error.field} if isinstance(error, ProtocolError) and error.field else {}
         problem = {"code": error.code, "message": error.message, "hint": error.hint, "exit_code": error.exit_code}

@@ -15,7 +15,7 @@ from baftd.cli.common import (
     print_json,
     settings_of,
 )
-from baftd.cli.render import size
+from baftd.cli.render import say, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,11 +42,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_json("gc", {**fields_of(reply), "dry_run": arguments.dry_run})
         return 0
     for line in reply.lines:
-        print(line)
+        say(line)
     if not reply.lines:
-        print("Nothing to remove.")
+        say("Nothing to remove.")
     elif arguments.dry_run:
-        print(f"{size(reply.bytes)} would be freed.")
+        say(f"{size(reply.bytes)} would be freed.")
     else:
-        print(f"{size(reply.bytes)} freed.")
+        say(f"{size(reply.bytes)} freed.")
     return 0

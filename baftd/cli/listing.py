@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from baftd.cli.common import add_json, add_settings, ask, connect, fields_of, job_name, print_json, settings_of
-from baftd.cli.render import print_table, size
+from baftd.cli.render import print_table, say, size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_json("checkpoints", fields_of(reply))
         return 0
     if not reply.rows:
-        print(f"No checkpoint of job {arguments.job}." if arguments.job else "No checkpoint.")
+        say(f"No checkpoint of job {arguments.job}." if arguments.job else "No checkpoint.")
         return 0
     rows = [
         [

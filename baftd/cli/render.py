@@ -5,7 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-__all__ = ["age", "print_table", "size"]
+__all__ = ["age", "complain", "print_table", "printable", "say", "size"]
+
+
+def printable(text: str) -> str:
+    """Lines hold text of others (reasons, names, paths): no control characters reach a terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def say(text: str) -> None:
+    """Print one line."""
+    print(printable(text))
+
+
+def complain(text: str) -> None:
+    """Print one line on stderr, in the form of all errors."""
+    print(f"baftd: {printable(text)}", file=sys.stderr)
 
 
 def size(count: int) -> str:
@@ -33,6 +48,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
     """Print aligned columns; `right` names those that hold numbers. On a terminal long cells wrap, elsewhere a row is
     always one line."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     terminal = sys.stdout.isatty()
@@ -41,16 +57,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, right:
         justify = "right" if column in right else "left"
         table.add_column(column, justify=justify, no_wrap=not terminal, overflow="fold")  # type: ignore[arg-type]
     for row in rows:
-        table.add_row(*(_plain(cell) for cell in row))
+        table.add_row(*(escape(printable(cell)) for cell in row))
     console = Console(file=sys.stdout, width=None if terminal else 4000, highlight=False, soft_wrap=False)
     with console.capture() as captured:
         console.print(table)
     for line in captured.get().splitlines():
         print(line.rstrip())
-
-
-def _plain(cell: str) -> str:
-    """Cells hold text of others (reasons, names): neither markup nor control characters of a terminal."""
-    from rich.markup import escape
-
-    return escape("".join(character if character.isprintable() else "�" for character in cell))

@@ -25,7 +25,7 @@ from baftd.cli.common import (
     settings_of,
     step_number,
 )
-from baftd.cli.render import age, print_table, size
+from baftd.cli.render import age, print_table, say, size
 from baftd.errors import UsageError
 
 if TYPE_CHECKING:
@@ -89,22 +89,22 @@ def _estimate(reply: RestoreReply) -> float:
 def _print(reply: RestoreReply) -> None:
     total = sum(source.bytes for source in reply.sources)
     ranks = f"{reply.world} rank{'s' if reply.world != 1 else ''}"
-    print(f"{'would restore' if reply.dry_run else 'restore plan of'} job {reply.job}: ", end="")
-    print(f"step {reply.step} (epoch {reply.epoch}, {reply.updates} updates), {ranks}, {size(total)}")
+    what = f"step {reply.step} (epoch {reply.epoch}, {reply.updates} updates), {ranks}, {size(total)}"
+    say(f"{'would restore' if reply.dry_run else 'restore plan of'} job {reply.job}: {what}")
     print_table(
         ["  rank", "tier", "size", "from"],
         [[f"  {source.rank}", source.tier, size(source.bytes), source.where] for source in reply.sources],
         right=["size"],
     )
     for line in reply.passed_over:
-        print(f"passed over: {line}")
+        say(f"passed over: {line}")
     for line in reply.fenced:
-        print(f"fenced: {line}")
+        say(f"fenced: {line}")
     reached = f" (the job had reached {reply.step + reply.lost_steps})" if reply.lost_steps else ""
-    print(f"steps lost: {reply.lost_steps}{reached}")
+    say(f"steps lost: {reply.lost_steps}{reached}")
     if reply.dry_run:
-        print(f"estimate: {age(max(0.1, _estimate(reply)))} until the ranks have their state; nothing was changed.")
+        say(f"estimate: {age(max(0.1, _estimate(reply)))} until the ranks have their state; nothing was changed.")
         return
-    print(f"fetched, verified and pinned in {reply.seconds:.1f} s; the next resume() of the job takes this plan.")
-    print(f"next: start the job again with {ranks}, as you started it before, for example")
-    print(f"    torchrun --nproc-per-node {reply.world} train.py")
+    say(f"fetched, verified and pinned in {reply.seconds:.1f} s; the next resume() of the job takes this plan.")
+    say(f"next: start the job again with {ranks}, as you started it before, for example")
+    say(f"    torchrun --nproc-per-node {reply.world} train.py")

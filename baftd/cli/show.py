@@ -17,7 +17,7 @@ from baftd.cli.common import (
     settings_of,
     step_number,
 )
-from baftd.cli.render import print_table, size
+from baftd.cli.render import print_table, say, size
 from baftd.errors import BaftError, FormatError, UsageError
 
 if TYPE_CHECKING:
@@ -71,15 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(row: CheckpointRow) -> None:
-    print(f"job {row.job} step {row.step} epoch {row.epoch}: {row.state}{' (pinned)' if row.pinned else ''}")
-    print(f"  updates  {row.updates}")
-    print(f"  tiers    {', '.join(row.tiers) or 'none'}")
-    print(f"  parts    {row.parts} of {row.world} ranks")
-    print(f"  size     {size(row.bytes)}")
+    say(f"job {row.job} step {row.step} epoch {row.epoch}: {row.state}{' (pinned)' if row.pinned else ''}")
+    say(f"  updates  {row.updates}")
+    say(f"  tiers    {', '.join(row.tiers) or 'none'}")
+    say(f"  parts    {row.parts} of {row.world} ranks")
+    say(f"  size     {size(row.bytes)}")
     if row.path:
-        print(f"  path     {row.path}")
+        say(f"  path     {row.path}")
     if row.reason:
-        print(f"  reason   {row.reason}")
+        say(f"  reason   {row.reason}")
 
 
 def _tensors(row: CheckpointRow) -> list[dict[str, Any]]:

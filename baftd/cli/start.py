@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baftd.cli.common import add_settings, ask, connect, positive, settings_of
+from baftd.cli.render import complain, say
 from baftd.errors import Degraded, TryAgain, Unreachable, UsageError
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _already(settings: Settings, status: StatusReply) -> int:
             f"baftd runs already on {status.node} (pid {status.pid}), but with {', '.join(other)}.",
             hint="`baftd stop`, then start it again, to take the new settings.",
         )
-    print(f"baftd runs already on {status.node} (pid {status.pid}).")
+    say(f"baftd runs already on {status.node} (pid {status.pid}).")
     return 0
 
 
@@ -149,17 +150,17 @@ def _spawn(settings: Settings, flags: list[str], wait: float) -> int:
     while True:
         status = _running(settings)
         if status is not None and status.pid == process.pid:
-            print(f"baftd runs on {status.node} (pid {status.pid}); log {log}, socket {settings.socket}.")
+            say(f"baftd runs on {status.node} (pid {status.pid}); log {log}, socket {settings.socket}.")
             durable = f"in {status.durable_dir}" if status.durable_dir else "off"
-            print(f"Slots in {status.shm_dir}, durable tier {durable}.")
+            say(f"Slots in {status.shm_dir}, durable tier {durable}.")
             process.returncode = 0  # it lives on: nobody is to wait for it, and no warning is due
             return 0
         if process.poll() is not None:
             if status is not None:
                 return _already(settings, status)  # another start was faster
             words = _last_words(log, begin)
-            print(f"baftd: the daemon ended at once (exit code {process.returncode}): {words}", file=sys.stderr)
-            print(f"baftd: its log is {log}.", file=sys.stderr)
+            complain(f"the daemon ended at once (exit code {process.returncode}): {words}")
+            complain(f"its log is {log}.")
             return process.returncode if process.returncode > 0 else 1
         if time.monotonic() > deadline:
             process.returncode = 0

@@ -17,7 +17,7 @@ from baftd.cli.common import (
     print_json,
     settings_of,
 )
-from baftd.cli.render import age, print_table, size
+from baftd.cli.render import age, print_table, say, size
 
 if TYPE_CHECKING:
     from baftd.wire.messages import JobStatus, StatusReply
@@ -53,23 +53,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(reply: StatusReply, job: str | None) -> None:
-    print(
+    say(
         f"baftd {reply.version} on {reply.node}, pid {reply.pid}, up {age(reply.uptime)}, "
         f"coordinator {reply.coordinator}, {size(reply.rss_bytes)} resident"
     )
-    print(f"slots in {reply.shm_dir}, durable tier {'in ' + reply.durable_dir if reply.durable_dir else 'off'}")
+    say(f"slots in {reply.shm_dir}, durable tier {'in ' + reply.durable_dir if reply.durable_dir else 'off'}")
     troubles = {name: count for name, count in reply.counters.items() if count and name != "messages"}
     if troubles:
-        print("daemon: " + ", ".join(f"{name} {count}" for name, count in troubles.items()))
+        say("daemon: " + ", ".join(f"{name} {count}" for name, count in troubles.items()))
     if not reply.jobs:
-        print(f"\nNo job {job} on this node." if job else "\nNo job on this node.")
+        print()
+        say(f"No job {job} on this node." if job else "No job on this node.")
     for status in reply.jobs:
         print()
         _print_job(status)
 
 
 def _print_job(job: JobStatus) -> None:
-    print(
+    say(
         f"job {job.job}: epoch {job.epoch}, {job.world} rank{'s' if job.world != 1 else ''}, "
         f"highest step {job.highest_step}, slots {size(job.slot_bytes)}"
     )
@@ -77,16 +78,16 @@ def _print_job(job: JobStatus) -> None:
         if tier in job.committed:
             step = job.committed[tier]
             behind = job.highest_step - step
-            print(f"  committed({tier}): step {step}" + (f", {behind} behind" if behind > 0 else ""))
+            say(f"  committed({tier}): step {step}" + (f", {behind} behind" if behind > 0 else ""))
     if not job.committed:
-        print("  committed: nothing yet")
+        say("  committed: nothing yet")
     counters = {name: count for name, count in job.counters.items() if count}
     if counters:
-        print("  " + ", ".join(f"{name} {count}" for name, count in counters.items()))
+        say("  " + ", ".join(f"{name} {count}" for name, count in counters.items()))
     if job.held_ms_median:
-        print(f"  training threads held {job.held_ms_median:.2f} ms a snapshot (median)")
+        say(f"  training threads held {job.held_ms_median:.2f} ms a snapshot (median)")
     if job.last_skip:
-        print(f"  last skip: {job.last_skip}")
+        say(f"  last skip: {job.last_skip}")
     if job.clients:
         print_table(
             ["  rank", "pid", "state", "step", "slots"],

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from baftd.cli.common import add_settings, ask, connect, positive, settings_of
+from baftd.cli.render import say
 from baftd.errors import TryAgain, Unreachable
 
 
@@ -35,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         except Unreachable:
             if settings.socket.exists():
                 raise
-            print(f"baftd does not run in {settings.run_dir}.")
+            say(f"baftd does not run in {settings.run_dir}.")
             return 0
         start = _start_time(status.pid)
         ask(connection, StopRequest(force=arguments.force), Ack, timeout=arguments.timeout)
@@ -47,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
                 hint="It finishes a durable write; wait, or `baftd stop --force`.",
             )
         time.sleep(0.05)
-    print(f"baftd (pid {status.pid}) has ended.")
+    say(f"baftd (pid {status.pid}) has ended.")
     return 0
 
 

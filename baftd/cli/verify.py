@@ -19,6 +19,7 @@ from baftd.cli.common import (
     settings_of,
     step_number,
 )
+from baftd.cli.render import say
 from baftd.errors import VerificationFailed
 
 
@@ -47,6 +48,6 @@ def run(arguments: argparse.Namespace) -> int:
         print_json("verification", fields_of(reply))
         return 0 if reply.ok else VerificationFailed.exit_code
     for line in reply.lines:
-        print(line)
-    print("All verified." if reply.ok else "Damaged: see the lines above; `baftd list` shows what is left.")
+        say(line)
+    say("All verified." if reply.ok else "Damaged: see the lines above; `baftd list` shows what is left.")
     return 0 if reply.ok else VerificationFailed.exit_code
