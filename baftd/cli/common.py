@@ -41,7 +41,7 @@ R = TypeVar("R")
 # ---------------------------------------------------------------- arguments
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     """`--json`, for verbs that read."""
     parser.add_argument("--json", action="store_true", help="print one JSON document (versioned) instead of text")
 

@@ -19,9 +19,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print all settings", description=__doc__, allow_abbrev=False)
     show.formatter_class = argparse.RawDescriptionHelpFormatter
-    show.add_argument("--origin", action="store_true", help="print where each value comes from")
-    add_json(show)
+    form = show.add_mutually_exclusive_group()
+    form.add_argument("--origin", action="store_true", help="print where each value comes from")
+    form.add_argument("--markdown", action="store_true", help="print the table of all settings that the README has")
+    add_json(form)
     add_settings(show, SETTINGS)
+
+
+def markdown() -> str:
+    """The table of all settings, for the README (a test holds the README to it)."""
+    from baftd.settings import SETTINGS
+
+    lines = ["| setting | value | default | read by | meaning |", "|---|---|---|---|---|"]
+    for name, setting in SETTINGS.items():
+        default = setting.default_text if "`" in setting.default_text else f"`{setting.default_text}`"
+        lines.append(f"| `{name}` | {setting.kind} | {default} | {setting.reader} | {setting.help} |")
+    return "\n".join(lines)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -29,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     from baftd.settings import SETTINGS
 
     settings = settings_of(arguments)
-    if arguments.json:
+    if arguments.markdown:
+        print(markdown())
+    elif arguments.json:
         rows = [
             {
                 "name": name,

@@ -181,8 +181,8 @@ def test_defaults_depend_on_the_user(monkeypatch: pytest.MonkeyPatch, machine: M
     settings = machine.load(XDG_RUNTIME_DIR="/run/user/0")
     assert (str(settings.run_dir), str(settings.state_dir)) == ("/run/baftd", "/var/lib/baftd")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    settings = machine.load(XDG_RUNTIME_DIR="/run/user/12345", XDG_STATE_HOME="/home/u/state")
-    assert (str(settings.run_dir), str(settings.state_dir)) == ("/run/user/12345/baftd", "/home/u/state/baftd")
+    settings = machine.load(XDG_RUNTIME_DIR="/run/user/12345", XDG_STATE_HOME="/state/of/u")
+    assert (str(settings.run_dir), str(settings.state_dir)) == ("/run/user/12345/baftd", "/state/of/u/baftd")
     settings = machine.load(XDG_RUNTIME_DIR="relative")
     assert str(settings.run_dir) == "/tmp/baftd-12345"
 
