@@ -380,8 +380,12 @@ PyMODINIT_FUNC PyInit__engine(void) {
 #define BAFT_ENTRY(name, offset, size) ",s:(ii)"
 #define BAFT_VALUE(name, offset, size) , #name, offset, size
     PyObject *fields = Py_BuildValue("{" BAFT_FIELDS(BAFT_ENTRY) "}" BAFT_FIELDS(BAFT_VALUE));
+    PyObject *states = Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "IDLE", BAFT_IDLE, "WAITING", BAFT_WAITING, "COPYING",
+                                     BAFT_COPYING, "DONE", BAFT_DONE, "PAUSED", BAFT_PAUSED, "HELD", BAFT_HELD, "ABSENT",
+                                     BAFT_ABSENT);
+    PyObject *gates = Py_BuildValue("{s:i,s:i,s:i}", "CLOSED", BAFT_CLOSED, "OPEN", BAFT_OPEN, "FLUSH", BAFT_FLUSH);
     bool ok = put(module, "Table", table) && put(module, "Engine", PyType_FromSpec(&engine_spec)) &&
-              put(module, "FIELDS", fields) &&
+              put(module, "FIELDS", fields) && put(module, "STATES", states) && put(module, "GATES", gates) &&
               put(module, "MAGIC", PyLong_FromUnsignedLongLong(BAFT_PAGE_MAGIC)) &&
               put(module, "VERSION", PyLong_FromLong(BAFT_PAGE_VERSION)) &&
               put(module, "PAGE_BYTES", PyLong_FromLong(BAFT_PAGE_BYTES)) &&

@@ -3,6 +3,8 @@
 from typing import final
 
 FIELDS: dict[str, tuple[int, int]]
+STATES: dict[str, int]
+GATES: dict[str, int]
 MAGIC: int
 VERSION: int
 PAGE_BYTES: int

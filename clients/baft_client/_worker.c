@@ -53,7 +53,7 @@ struct baft_engine {
     uint8_t *destination, *digests;
     size_t digest_room;
     _Atomic size_t cursor, done_chunks;
-    _Atomic uint64_t done_bytes;
+    _Atomic uint64_t done_bytes, total;
     _Atomic uint32_t done;
     uint64_t pace_until, pace_last; /* the thread's own */
 };
@@ -166,7 +166,7 @@ static void finish_chunk(baft_engine *e, lane *l) {
     atomic_store_explicit(BAFT_WORD8(e->page, chunks_done), chunks, memory_order_release);
     if (chunks < all) return;
     /* Two threads may have published their counts in the wrong order. */
-    atomic_store_explicit(BAFT_WORD8(e->page, bytes_copied), e->table->total, memory_order_release);
+    atomic_store_explicit(BAFT_WORD8(e->page, bytes_copied), atomic_load(&e->total), memory_order_release);
     atomic_fetch_sub(&e->table->users, 1);
     atomic_store(&e->done, 1);
     tell(e, BAFT_DONE);
@@ -341,6 +341,7 @@ bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) 
     atomic_store(&e->cursor, 0);
     atomic_store(&e->done_chunks, 0);
     atomic_store(&e->done_bytes, 0);
+    atomic_store(&e->total, table->total);
     atomic_store(&e->done, table->nchunks == 0);
     if (table->nchunks) atomic_fetch_add(&table->users, 1);
     atomic_store(BAFT_WORD8(e->page, bytes_copied), 0);
@@ -410,7 +411,12 @@ int baft_engine_state(baft_engine *e) {
     return told == BAFT_HELD && mode_of(e) != BAFT_CLOSED ? BAFT_HELD : BAFT_WAITING;
 }
 
-uint64_t baft_engine_progress(baft_engine *e) { return atomic_load(&e->armed) ? atomic_load(&e->done_bytes) : 0; }
+uint64_t baft_engine_progress(baft_engine *e) {
+    if (!atomic_load(&e->armed)) return 0;
+    /* Equal to the total only when the last digest is there too: who polls this may then start the next copy. */
+    uint64_t total = atomic_load(&e->total), copied = atomic_load(&e->done_bytes);
+    return atomic_load(&e->done) || copied < total ? copied : total - 1;
+}
 
 bool baft_engine_digests(baft_engine *e, const uint8_t **digests, size_t *nchunks) {
     if (!atomic_load(&e->armed) || !atomic_load(&e->done)) return false;

@@ -98,17 +98,16 @@ def _source(name: str, array: npt.NDArray[Any], volatile: bool) -> Source:
     )
     return Source(
         entry=entry,
-        address=int(array.ctypes.data),
+        address=_identity(array)[0],
         keep=array,
         itemsize=array.itemsize,
         identity=_identity(array),
-        witness=lambda: _identity(array),
     )
 
 
 def _identity(array: npt.NDArray[Any]) -> tuple[int, ...]:
     """An ndarray's data can be moved by `resize` and by assigning `shape` of another size; it has no version."""
-    return int(array.ctypes.data), array.nbytes
+    return array.__array_interface__["data"][0], array.nbytes  # a sixth of the time of `array.ctypes.data`
 
 
 class ArrayCheckpointer:
@@ -127,6 +126,7 @@ class ArrayCheckpointer:
         self.extra_restored: dict[str, Any] = {}
         """The small state of the step that `resume` restored."""
         self._arrays = dict(arrays)
+        self._stable = [arrays[source.entry.name] for source in sources if source.entry.kind == "stable"]
         self._sources = sources
         self._extra = extra
         self._load_extra = load_extra
@@ -183,12 +183,17 @@ class ArrayCheckpointer:
         return self._boundary(force=False)
 
     def _boundary(self, *, force: bool) -> Outcome:
-        for source in self._sources:
-            source.identity = _identity(source.keep)  # type: ignore[arg-type]
-            source.address = source.identity[0]
-        outcome = self.session.boundary(self._step, self._updates, self._sources, self._small(), force=force)
+        for source, array in zip(self._sources, self._arrays.values(), strict=True):
+            source.identity = identity = _identity(array)
+            source.address = identity[0]
+        outcome = self.session.boundary(
+            self._step, self._updates, self._sources, self._small(), recheck=self._identities, force=force
+        )
         self._left_out = outcome.kind is OutcomeKind.NOT_DUE
         return outcome
+
+    def _identities(self) -> list[tuple[int, ...]]:
+        return [_identity(array) for array in self._stable]
 
     def _small(self) -> object:
         extra = self._extra
