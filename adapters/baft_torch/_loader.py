@@ -1,0 +1,123 @@
+"""The data loader's place in a checkpoint: its position, and the moment at which random numbers are put back.
+
+`iter(loader)` draws from the default generator (a seed for its workers, some samplers a seed of their own), in the
+first run once, long before the boundary. A resumed run draws again, so the generators are set to their saved state
+as soon as the iterator exists, and before it fetches anything: a dataset that draws while it loads (augmentation)
+then sees the numbers that the uninterrupted run saw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from baft_torch._small import from_tree, to_tree
+from baftd.errors import UsageError
+
+__all__ = ["LoaderState"]
+
+
+class LoaderState:
+    """Saves and loads the position of one loader: anything with state_dict() and load_state_dict()."""
+
+    def __init__(self, loader: Any) -> None:
+        """Raises UsageError for a loader that cannot say where it is."""
+        self._loader = loader
+        self._disarm: Callable[[], None] | None = None
+        missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
+        if missing:
+            raise UsageError(
+                f"dataloader is a {type(loader).__name__} without {' and '.join(missing)}: its position in the data "
+                "cannot be saved.",
+                hint="Use torchdata's StatefulDataLoader, which takes the arguments of DataLoader.",
+            )
+
+    def generators(self) -> dict[str, torch.Generator]:
+        """Generators that the loader was given: they belong to the state of random numbers."""
+        found = {"loader": getattr(self._loader, "generator", None)}
+        sampler = getattr(self._loader, "sampler", None)
+        plain = type(sampler).__module__.startswith("torch.utils.data")
+        if plain and not callable(getattr(sampler, "state_dict", None)):
+            found["sampler"] = getattr(sampler, "generator", None)
+        return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
+
+    def state(self) -> object:
+        """Where the loader is: the batches it has handed out, and no further."""
+        if _is_untouched(self._loader):
+            # Asking it would make its iterator, which draws random numbers that training would not have drawn.
+            state = getattr(self._loader, "next_iter_state", None)
+            return None if state is None else to_tree(state, "dataloader")
+        return to_tree(self._loader.state_dict(), "dataloader")
+
+    def load(self, state: object, put_back: Callable[[], None]) -> None:
+        """Set the position and call `put_back` (which restores random numbers) once the next iterator exists.
+
+        Raises UsageError if an iterator exists already: it would go on from where it is.
+        """
+        if getattr(self._loader, "_iterator", None) is not None:
+            raise UsageError(
+                "the data loader was iterated before resume(), so its position cannot be set.",
+                hint="Call iter(dataloader) after ckpt.resume().",
+            )
+        if state is not None:
+            self._loader.load_state_dict(from_tree(state))
+        self._arm(put_back)
+
+    def disarm(self) -> None:
+        """Forget `put_back`: training has begun, so whatever iterator comes next is made by training itself."""
+        if self._disarm is not None:
+            self._disarm()
+            self._disarm = None
+
+    def _arm(self, put_back: Callable[[], None]) -> None:
+        loader = self._loader
+        if isinstance(loader, DataLoader):
+            # `DataLoader.__iter__` makes its iterator with self._get_iterator(). StatefulDataLoader calls it twice
+            # where the saved epoch had ended; numbers belong between the two, as in the run that was saved.
+            make = loader._get_iterator
+
+            def made() -> Any:
+                self.disarm()
+                iterator = make()
+                put_back()
+                return iterator
+
+            loader._get_iterator = made  # type: ignore[method-assign]
+            self._disarm = lambda: loader.__dict__.pop("_get_iterator", None)
+            return
+        kind = type(loader)
+        begin = getattr(kind, "__iter__", None)
+        if begin is None:  # never iterated
+            put_back()
+            return
+
+        def iterate(which: Any) -> Any:
+            if which is not loader:
+                return begin(which)
+            self.disarm()
+            iterator = begin(which)
+            put_back()
+            return iterator
+
+        own = "__iter__" in kind.__dict__
+
+        def disarm() -> None:
+            if own:
+                kind.__iter__ = begin
+            else:
+                del kind.__iter__
+
+        try:
+            kind.__iter__ = iterate
+        except (AttributeError, TypeError):  # a type that cannot be patched
+            put_back()
+            return
+        self._disarm = disarm
+
+
+def _is_untouched(loader: Any) -> bool:
+    """Whether a StatefulDataLoader has no iterator yet."""
+    return hasattr(loader, "next_iter_state") and getattr(loader, "_iterator", 0) is None

@@ -1,0 +1,351 @@
+"""Loading a verified image into live models and optimizers, in place.
+
+First everything saved is compared with everything alive, and all differences are named at once; only then is the first
+byte written. Optimizer state that does not exist yet is made by the optimizer's own `load_state_dict`, from fresh
+tensors that already hold the saved bytes: no dummy update, and nothing points into the image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.graph import increment_version
+
+from baft_torch._dtypes import dtype_of
+from baft_torch._optimizers import OptimizerTree
+from baft_torch._small import KIND, from_tree
+from baft_torch._state import Item, TrainingState
+from baft_torch._tensors import is_dtensor, plain, reduced
+from baftd.checkpoint.shard import TensorEntry
+from baftd.errors import FormatError, ModelMismatch
+
+__all__ = ["Image", "load"]
+
+
+class Image(Protocol):
+    """What is needed of `baft_client.restore.RestoredImage`."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        """Saved tensors by name."""
+
+    @property
+    def small(self) -> Any:
+        """Decoded small state."""
+
+    def copy_into(self, name: str, address: int, nbytes: int) -> None:
+        """Copy a tensor's bytes to `address`, verified while copying."""
+
+    def array(self, name: str) -> npt.NDArray[np.uint8]:
+        """A fresh, verified copy of a tensor's bytes."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Saved tensors by every name they have, and those of each optimizer."""
+
+    image: Image
+    tensors: dict[str, TensorEntry]
+
+    @classmethod
+    def of(cls, image: Image) -> _Saved:
+        tensors: dict[str, TensorEntry] = {}
+        for entry in image.entries.values():
+            for name in (entry.name, *entry.aliases):
+                tensors[name] = entry
+        return cls(image, tensors)
+
+
+def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
+    """Put the image's tensors and the optimizers' small state into place.
+
+    Raises ModelMismatch naming every difference (nothing is changed then), VerificationFailed for bytes that are not
+    what their digest says, FormatError for small state that makes no sense.
+    """
+    saved = _Saved.of(image)
+    state.rebuild()
+    trees = small.get("optimizers", [])
+    live = {name: item for name, item in state.by_name().items() if not _is_optimizer_state(name, state)}
+    differences = _model_differences(saved, live, state) + _optimizer_differences(trees, state)
+    if differences:
+        raise ModelMismatch(
+            f"the checkpoint is not of this model and optimizer: {'; '.join(differences)}.",
+            hint="Start with the model that was saved, or with resume(fresh=True) under another job name.",
+        )
+    done: set[int] = set()
+    for name, item in live.items():
+        if id(item) not in done and name in saved.tensors:
+            done.add(id(item))
+            _write(saved, saved.tensors[name], item.live, name)
+    for tree, described in zip(state.optimizers, trees, strict=True):
+        _load_optimizer(saved, tree, described)
+    unknown = state.models.set_extra_states(from_tree(small.get("modules", {})))
+    if unknown:
+        raise ModelMismatch(f"extra state was saved of modules that are not in this model: {', '.join(unknown)}.")
+    for tree in state.optimizers:
+        tree.walk()
+    state.rebuild()
+
+
+def _is_optimizer_state(name: str, state: TrainingState) -> bool:
+    return any(name == each.name for tree in state.optimizers for each in tree.tensors)
+
+
+# ---------------------------------------------------------------- differences
+
+
+def _model_differences(saved: _Saved, live: Mapping[str, Item], state: TrainingState) -> list[str]:
+    found: list[str] = []
+    prefixes = tuple(tree.prefix for tree in state.optimizers) or ("optim.",)
+    for name in sorted(set(saved.tensors) - set(live)):
+        if name.startswith("optim.") and not name.startswith(prefixes):
+            continue  # of an optimizer that is not attached: said once, by its number
+        if not name.startswith(prefixes):
+            found.append(f"{name} was saved but is not in the model")
+    for name in sorted(set(live) - set(saved.tensors)):
+        found.append(f"{name} is in the model but was not saved")
+    for name in sorted(set(live) & set(saved.tensors)):
+        found += _tensor_differences(name, saved.tensors[name], live[name].entry)
+    return found
+
+
+def _tensor_differences(name: str, saved: TensorEntry, live: TensorEntry) -> list[str]:
+    if saved.dtype != live.dtype:
+        return [f"{name} was saved as {saved.dtype} and is {live.dtype}"]
+    whole, now = saved.global_shape, live.global_shape
+    if whole is not None and now is not None and whole != now:
+        return [f"{name} was saved with shape {list(whole)} and has {list(now)}"]
+    if saved.shape != live.shape:
+        part = " on this rank" if whole is not None else ""
+        return [f"{name} was saved with shape {list(saved.shape)}{part} and has {list(live.shape)}"]
+    if saved.ranges is not None and live.ranges is not None and saved.ranges != live.ranges:
+        return [f"{name} was saved as the part {list(saved.ranges)} of the whole and is {list(live.ranges)}"]
+    return []
+
+
+def _optimizer_differences(trees: Any, state: TrainingState) -> list[str]:
+    if not isinstance(trees, list) or not all(isinstance(each, dict) for each in trees):
+        raise FormatError("small state holds no list of optimizers.")
+    if len(trees) != len(state.optimizers):
+        return [f"{len(trees)} optimizers were saved and {len(state.optimizers)} are attached"]
+    found: list[str] = []
+    for tree, described in zip(state.optimizers, trees, strict=True):
+        what = f"optimizer {tree.index}"
+        kind = type(tree.optimizer).__name__
+        if described["class"] != kind:
+            found.append(f"{what} was {described['class']} and is {kind}")
+        groups = len(tree.optimizer.param_groups)
+        if len(described["groups"]) != groups:
+            found.append(f"{what} had {len(described['groups'])} parameter groups and has {groups}")
+        was = {name for group in described["params"] for name in group}
+        now = {name for name, _ in tree.params}
+        found += [f"{what} had the parameter {name}, which it has no more" for name in sorted(was - now)]
+        found += [f"{what} has the parameter {name}, which it had not" for name in sorted(now - was)]
+    return found
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def _write(saved: _Saved, entry: TensorEntry, live: torch.Tensor, name: str) -> None:
+    """Copy saved bytes into the memory of `live`, whatever its order and device."""
+    target = reduced(plain(live, name), name)
+    if entry.nbytes == 0:
+        return
+    direct = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
+    if direct and tuple(target.stride()) == _strides(entry):
+        saved.image.copy_into(entry.name, target.data_ptr(), entry.nbytes)
+        increment_version((live, target))
+    else:
+        with torch.no_grad():
+            target.copy_(_fresh(saved, entry, torch.device("cpu")))
+
+
+def _strides(entry: TensorEntry) -> tuple[int, ...]:
+    if entry.strides is not None:
+        return entry.strides
+    return tuple(prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
+
+
+def _fresh(saved: _Saved, entry: TensorEntry, device: torch.device) -> torch.Tensor:
+    """A new tensor with the saved elements, in the saved order."""
+    dtype = dtype_of(entry.dtype)
+    if dtype is None:
+        raise FormatError(f"tensor {entry.name!r} is of type {entry.dtype}, which torch {torch.__version__} lacks.")
+    made = torch.empty_strided(entry.shape, _strides(entry), dtype=dtype)
+    if entry.nbytes:
+        saved.image.copy_into(entry.name, made.data_ptr(), entry.nbytes)
+    return made.to(device)
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def _load_optimizer(saved: _Saved, tree: OptimizerTree, described: Mapping[str, Any]) -> None:
+    """Give an optimizer its options and its state, made where it is missing, in place where it exists."""
+    optimizer = tree.optimizer
+    odd = described.get("odd", {})
+    params = dict(tree.params)
+    values: dict[str, dict[Any, Any]] = {}
+    if "whole" in described:
+        tree.whole = True
+        values = {name: from_tree(value) for name, value in described["whole"].items()}
+    else:
+        nested = _referenced(described.get("other", {}))
+        for name, entry in saved.tensors.items():
+            owner = _owner(name, tree.prefix, params)
+            if owner is not None and name not in nested:
+                key = name[len(tree.prefix) + len(owner) + 1 :]
+                existing = optimizer.state[params[owner]].get(key) if params[owner] in optimizer.state else None
+                values.setdefault(owner, {})[key] = _tensor(saved, entry, params[owner], odd.get(name), existing, name)
+        for owner, others in described.get("other", {}).items():
+            for key, value in others.items():
+                values.setdefault(owner, {})[key] = _resolve(value, saved, params[owner], odd)
+    lent = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in optimizer.param_groups]
+    numbers = {name: number for number, (name, _) in enumerate(tree.params)}
+    groups = _groups(optimizer, described)
+    state: dict[Any, Any] = {numbers[owner]: value for owner, value in values.items() if owner in numbers}
+    state.update({key: from_tree(value) for key, value in described.get("free", {}).items()})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    _keep_exact(optimizer, {params[owner]: value for owner, value in values.items() if owner in params})
+    _keep_lent(optimizer, lent)
+
+
+def _owner(name: str, prefix: str, params: Mapping[str, torch.Tensor]) -> str | None:
+    """The parameter to whose state a saved tensor belongs: the longest name that fits."""
+    if not name.startswith(prefix):
+        return None
+    rest = name[len(prefix) :]
+    end = rest.rfind(".")
+    while end > 0:
+        if rest[:end] in params:
+            return rest[:end]
+        end = rest.rfind(".", 0, end)
+    return None
+
+
+def _referenced(value: object) -> set[str]:
+    """Names of tensors that lie inside containers: they are reached from there."""
+    if isinstance(value, dict):
+        if value.get(KIND) == "reference":
+            return {value["value"]}
+        return {name for item in value.values() for name in _referenced(item)}
+    if isinstance(value, list | tuple):
+        return {name for item in value for name in _referenced(item)}
+    return set()
+
+
+def _resolve(value: object, saved: _Saved, param: torch.Tensor, odd: Mapping[str, Any]) -> object:
+    """A value of small state with references replaced by tensors."""
+    if isinstance(value, dict) and value.get(KIND) == "reference":
+        name = value["value"]
+        if name not in saved.tensors:
+            raise FormatError(f"small state refers to a tensor {name!r} that the image does not hold.")
+        return _tensor(saved, saved.tensors[name], param, odd.get(name), None, name)
+    if isinstance(value, dict) and KIND not in value:
+        return {key: _resolve(item, saved, param, odd) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_resolve(item, saved, param, odd) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_resolve(item, saved, param, odd) for item in value)
+    return from_tree(value)
+
+
+def _tensor(
+    saved: _Saved, entry: TensorEntry, param: torch.Tensor, odd: Mapping[str, Any] | None, existing: object, name: str
+) -> torch.Tensor:
+    """A state tensor with the saved elements: the existing one where it fits, else a fresh one laid out as it was."""
+    odd = odd or {}
+    if isinstance(existing, torch.Tensor) and is_dtensor(existing) == _was_dtensor(entry, param, odd):
+        local = reduced(plain(existing, name), name)
+        if tuple(local.shape) == entry.shape and local.dtype == dtype_of(entry.dtype):
+            _write(saved, entry, existing, name)
+            return existing
+    device = torch.device("cpu") if odd.get("device") == "cpu" else plain(param, name).device
+    fresh = _fresh(saved, entry, device)
+    if not _was_dtensor(entry, param, odd):
+        return fresh
+    from torch.distributed.tensor import DTensor
+
+    mesh = param.device_mesh  # type: ignore[attr-defined]
+    placements = [_placement(each) for each in odd["placements"]] if "placements" in odd else param.placements  # type: ignore[attr-defined]
+    shape = torch.Size(odd.get("shape", param.shape))
+    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape))) if "shape" in odd else param.stride()
+    return DTensor.from_local(fresh, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _was_dtensor(entry: TensorEntry, param: torch.Tensor, odd: Mapping[str, Any]) -> bool:
+    """Whether a state tensor was a DTensor when it was saved (see `_optimizers.placement_of`)."""
+    if not is_dtensor(param) or odd.get("plain"):
+        return False
+    return "placements" in odd or (len(entry.shape) > 0 and entry.shape == tuple(plain(param, "").shape))
+
+
+def _placement(spelled: Any) -> Any:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    kind = spelled[0]
+    if kind == "replicate":
+        return Replicate()
+    if kind == "partial":
+        return Partial(spelled[1])
+    return Shard(spelled[1]) if spelled[2] == 1 else _StridedShard(spelled[1], split_factor=spelled[2])
+
+
+def _groups(optimizer: Any, described: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Saved options of each group, with parameters numbered as the live optimizer numbers them."""
+    groups = []
+    number = 0
+    for live, options in zip(optimizer.param_groups, described["groups"], strict=True):
+        count = len(live["params"])
+        groups.append({**from_tree(options), "params": list(range(number, number + count))})
+        number += count
+    return groups
+
+
+def _keep_exact(optimizer: Any, values: Mapping[torch.Tensor, Mapping[Any, Any]]) -> None:
+    """Undo casts: `load_state_dict` turns floating state to its parameter's type, which loses bits of fp32 state of a
+    bf16 parameter."""
+    for param, given in values.items():
+        loaded = optimizer.state.get(param)
+        if loaded is None:
+            continue
+        for key, value in given.items():
+            now = loaded.get(key)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now is not value:
+                if now.dtype != value.dtype or now.device != value.device:
+                    loaded[key] = value
+            elif isinstance(value, dict | list | tuple) and _inexact(value, now):
+                loaded[key] = value
+
+
+def _inexact(given: object, now: object) -> bool:
+    if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
+        return given.dtype != now.dtype or given.device != now.device
+    if isinstance(given, dict) and isinstance(now, dict):
+        return any(_inexact(value, now.get(key)) for key, value in given.items())
+    if isinstance(given, list | tuple) and isinstance(now, list | tuple):
+        return any(_inexact(a, b) for a, b in zip(given, now, strict=False))
+    return False
+
+
+def _keep_lent(optimizer: Any, lent: list[dict[str, torch.Tensor]]) -> None:
+    """Options that are tensors (a learning rate under compile or capture) stay the objects they were."""
+    with torch.no_grad():
+        for group, tensors in zip(optimizer.param_groups, lent, strict=True):
+            for key, tensor in tensors.items():
+                value = group.get(key)
+                if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                    tensor.copy_(value)
+                elif isinstance(value, int | float) and tensor.dim() == 0:
+                    tensor.fill_(value)
+                else:
+                    continue
+                group[key] = tensor
