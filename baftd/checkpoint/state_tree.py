@@ -297,15 +297,21 @@ _WRITERS: dict[type, Callable[[Any, int], Any]] = {
 def _dtype_to_wire(dtype: Any, numpy: Any) -> object:
     """A numpy type as text or list; refused if it would not come back as it is."""
     problem = f"numpy array of dtype {dtype!s}, which cannot be restored"
-    if dtype.hasobject or dtype.kind not in _ARRAY_KINDS:
+    if dtype.hasobject or dtype.kind not in _ARRAY_KINDS or _has_metadata(dtype):
         raise _Refused(problem)
     try:
         described = numpy.lib.format.dtype_to_descr(dtype)
-        if numpy.lib.format.descr_to_dtype(described) != dtype or dtype.metadata:
+        again = numpy.lib.format.descr_to_dtype(described)
+        if again != dtype or again.type is not dtype.type:
             raise _Refused(problem)
     except (TypeError, ValueError) as error:
         raise _Refused(f"{problem} ({error})") from None
     return _plain_descr(described)
+
+
+def _has_metadata(dtype: Any) -> bool:
+    fields = dtype.fields or {}
+    return bool(dtype.metadata or dtype.base.metadata or any(_has_metadata(field[0]) for field in fields.values()))
 
 
 def _plain_descr(described: object) -> object:
