@@ -60,13 +60,15 @@ prepare_venv() {
         "$python" -m venv .venv
     fi
     # Anything that changes what is installed or built changes this text.
-    wanted="$extras $(cat pyproject.toml setup.py scripts/constraints.txt clients/baft_client/*.[ch] 2>/dev/null | cksum)"
+    wanted="$extras $(cat pyproject.toml scripts/constraints.txt clients/baft_client/*.[ch] | cksum)"
     stamp=.venv/.baftd-prepared
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c 'import baftd' 2>/dev/null; then
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c 'import baft_client' 2>/dev/null; then
         say "installing baftd[$extras] and what it needs into .venv (the first time this takes some minutes)"
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off \
+        .venv/bin/python -m pip install -qq --disable-pip-version-check --progress-bar off \
             --constraint scripts/constraints.txt --editable ".[$extras]" ||
             die "pip could not install baftd[$extras]: see above"
         printf '%s' "$wanted" >"$stamp"
+        .venv/bin/python -c 'import baft_client._engine' 2>/dev/null ||
+            say "the native copy engine was not built (compiler or headers missing); the Python one is used"
     fi
 }
