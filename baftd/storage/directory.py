@@ -7,6 +7,7 @@ written by whoever commits, once every shard's manifest is there.
 
 from __future__ import annotations
 
+import builtins
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -160,12 +161,12 @@ class DirectoryTier:
         encoded = manifest.encode()
         bounds = Bounds(self._clock, limiter, cancel, deadline, progress)
         shard = f"{place.path}/{shard_name(rank)}"
-        with self._writing(place, token, f"writing the shard of rank {rank}", shard, length):
+        with self._writing(place, token, f"writing the shard of rank {rank}", shard, length) as left:
             self._enter(place, token)
             existing = self._existing(place, manifest)
             if existing is not None:
                 return existing
-            with self._temporary(place.path, shard_name(rank)) as temporary:
+            with self._temporary(place.path, shard_name(rank), left) as temporary:
                 writer = BulkWriter(
                     self._ops,
                     source_fd,
@@ -188,7 +189,7 @@ class DirectoryTier:
                 finally:
                     self._ops.close(fd)
                 self._name(place, token, temporary, shard)
-            self._publish(place, token, shard_manifest_name(rank), encoded)
+            self._publish(place, token, shard_manifest_name(rank), encoded, left)
         return manifest.record(shard, manifest_digest(encoded))
 
     def commit(
@@ -235,13 +236,13 @@ class DirectoryTier:
             ],
         )
         final = f"{place.path}/{CHECKPOINT_MANIFEST}"
-        with self._writing(place, token, "committing", final, 0):
+        with self._writing(place, token, "committing", final, 0) as left:
             place.fence.check(token)
             stored = [self._check_part(place, record, token, world) for record in ordered]
             if not self._is_committed(place, manifest):
                 # Shards may have been named by a process that died before it synced the directory.
                 self._ops.fsync_directory(place.path)
-                self._publish(place, token, CHECKPOINT_MANIFEST, manifest.encode())
+                self._publish(place, token, CHECKPOINT_MANIFEST, manifest.encode(), left)
             else:
                 self._ops.fsync_directory(place.path)
         return DurableCheckpoint(
@@ -368,7 +369,11 @@ class DirectoryTier:
         path = self._job_path(job)
         with explained(f"sweeping job {job}", path):
             try:
-                return Removal(self._ops, self._writer, path).sweep(dry_run=dry_run)
+                removal = Removal(self._ops, self._writer, path)
+                if not dry_run:
+                    removal.settle()
+                    self._ops.fsync_directory(self.root)
+                return removal.sweep(dry_run=dry_run)
             except FileNotFoundError:
                 return Sweep()
 
@@ -414,8 +419,12 @@ class DirectoryTier:
                 above = os.path.dirname(above)
         for path in reversed(missing):
             self._make_directory(path)
-        if self._make_directory(self._job_path(job)):
-            # A process that died may have made directories above without syncing their names.
+        job_path = self._job_path(job)
+        try:
+            self._ops.stat(job_path)
+        except FileNotFoundError:
+            # Everything above is on the device before the job's directory is made: where that exists, they are. (A
+            # process that died may have made directories without syncing their names.)
             path = self.root
             while path != "/":
                 path = os.path.dirname(path)
@@ -423,6 +432,7 @@ class DirectoryTier:
                     self._ops.fsync_directory(path)
                 except PermissionError:
                     break  # not ours to read, so it was not we who made anything in it
+            self._make_directory(job_path)
         self._ops.fsync_directory(self.root)
 
     def _enter(self, place: _Place, token: Token) -> None:
@@ -492,19 +502,18 @@ class DirectoryTier:
         return True
 
     @contextmanager
-    def _temporary(self, directory: str, final: str) -> Iterator[str]:
-        """A temporary path in `directory`; what is still there at the end, after an error, is removed."""
+    def _temporary(self, directory: str, final: str, left: builtins.list[str]) -> Iterator[str]:
+        """A temporary path in `directory`, removed after an error. One that cannot be is added to `left`."""
         path = f"{directory}/{self._writer.temporary(final)}"
         try:
             yield path
-        except BaseException as error:
+        except BaseException:
             try:
                 self._ops.unlink(path)
             except FileNotFoundError:
                 pass  # not made, or named
             except OSError as second:
-                if isinstance(error, BaftError):
-                    error.message += f" {path} could not be removed ({second.strerror}): `baftd gc` will do it."
+                left.append(f"{path} could not be removed ({second.strerror}): `baftd gc` will do it.")
             raise
 
     def _name(self, place: _Place, token: Token, temporary: str, final: str) -> None:
@@ -512,16 +521,25 @@ class DirectoryTier:
         self._ops.rename(temporary, final)
         self._ops.fsync_directory(place.path)
 
-    def _publish(self, place: _Place, token: Token, name: str, data: bytes) -> None:
-        with self._temporary(place.path, name) as temporary:
+    def _publish(self, place: _Place, token: Token, name: str, data: bytes, left: builtins.list[str]) -> None:
+        with self._temporary(place.path, name, left) as temporary:
             write_small(self._ops, temporary, data)
             self._name(place, token, temporary, f"{place.path}/{name}")
 
     @contextmanager
-    def _writing(self, place: _Place, token: Token, what: str, path: str, need: int) -> Iterator[None]:
-        """Explain errors. One that comes from being fenced (the directory is deleted under a stale writer) says so."""
+    def _writing(
+        self, place: _Place, token: Token, what: str, path: str, need: int
+    ) -> Iterator[builtins.list[str]]:
+        """Explain errors. One that comes from being fenced (the directory is deleted under a stale writer) says so.
+
+        What is put into the list that this gives is added to the error's message.
+        """
+        left: builtins.list[str] = []
         try:
-            yield
+            yield left
+        except BaftError as error:
+            error.message = " ".join([error.message, *left])
+            raise
         except OSError as error:
             try:
                 if isinstance(error, FileNotFoundError):
@@ -532,5 +550,6 @@ class DirectoryTier:
             except Fenced as fenced:
                 raise fenced from error
             where = f"{what} of {place.checkpoint} of job {place.job}"
-            raise translate(error, where, path, need=need, free=free) from error
-
+            explanation = translate(error, where, path, need=need, free=free)
+            explanation.message = " ".join([explanation.message, *left])
+            raise explanation from error

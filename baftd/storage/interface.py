@@ -325,5 +325,8 @@ class Tier(Protocol):
         ...
 
     def sweep(self, job: str, *, dry_run: bool = False) -> Sweep:
-        """Remove what dead writers of this node and interrupted deletions left behind."""
+        """Remove what dead writers of this node and interrupted deletions left behind.
+
+        A daemon calls it before it takes its inventory: afterwards no power cut can take away what `list` shows.
+        """
         ...

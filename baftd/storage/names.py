@@ -37,6 +37,8 @@ __all__ = [
 
 CHECKPOINT_MANIFEST = "MANIFEST"
 
+_numbers = itertools.count(1)  # one sequence for the whole process: no two writers in it share a temporary name
+
 _FENCE = re.compile(r"EPOCH-([1-9][0-9]{0,15})")
 _SHARD_MANIFEST = re.compile(r"rank-([0-9]{5,7})\.manifest")
 _TEMPORARY = re.compile(r"\.tmp~([A-Za-z0-9._-]+)~([0-9a-f]{8})~([0-9]+)~([0-9]+)~([0-9]+)~(.+)")
@@ -118,7 +120,6 @@ class Writer:
     machine: str
     process: tuple[int, int]
     alive: Callable[[int, int], bool]
-    numbers: itertools.count[int]
 
     @classmethod
     def of_node(cls, node: str, alive: Callable[[int, int], bool] | None = None) -> Writer:
@@ -127,16 +128,16 @@ class Writer:
         owner = f"{readable}-{xxhash.xxh32_hexdigest(node.encode())}"
         pid = os.getpid()
         start = process_start(pid) or 0
-        return cls(owner, _machine(), (pid, start), alive or _runs, itertools.count(1))
+        return cls(owner, _machine(), (pid, start), alive or _runs)
 
     def temporary(self, final: str) -> str:
         """A name that nobody else uses, for a file to be called `final`."""
         pid, start = self.process
-        return f".tmp~{self.owner}~{self.machine}~{pid}~{start}~{next(self.numbers)}~{final}"
+        return f".tmp~{self.owner}~{self.machine}~{pid}~{start}~{next(_numbers)}~{final}"
 
     def trash(self, directory: str) -> str:
         """A name for a directory to be deleted."""
-        return f".trash~{next(self.numbers)}~{self.process[0]}~{directory}"
+        return f".trash~{next(_numbers)}~{self.process[0]}~{directory}"
 
     def is_live(self, name: str) -> bool:
         """A temporary name whose writer may still be at work: of this node and running, or of another node."""

@@ -3,11 +3,11 @@
 Order of a deletion, each line on the device before the next begins:
 
     1. MANIFEST goes: the checkpoint is incomplete, nobody restores from it
-    2. the directory is renamed to `.trash~...`: its name is gone
-    3. the shards' manifests go
-    4. the rest, then the directory
+    2. the directory is renamed to `.trash~...`: nobody looks at what is in it any more
+    3. the files go, then the directory
 
-so that no interruption leaves a manifest whose bytes are missing. `sweep` finishes what stopped in between.
+so that no interruption leaves a manifest whose bytes are missing. (Where a rename is atomic, as POSIX has it, step 2
+alone would do; mounted object stores rename a directory file by file.) `sweep` finishes what stopped in between.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from baftd.storage.names import (
     checkpoint_of,
     is_temporary,
     is_trash,
-    rank_of_manifest,
     trash_target,
 )
 
@@ -60,6 +59,15 @@ class Removal:
         freed = self._empty(trash)
         self.ops.fsync_directory(self.path)
         return freed
+
+    def settle(self) -> None:
+        """Every name that is seen now is on the device afterwards: a process that died may have left names that a
+        power cut would still take away."""
+        for name in self.ops.listdir(self.path):
+            if checkpoint_of(name) is not None:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile, or not ours
+                    self.ops.fsync_directory(f"{self.path}/{name}")
+        self.ops.fsync_directory(self.path)
 
     def sweep(self, *, dry_run: bool) -> Sweep:
         """Finish deletions, and remove temporary files of processes of this node that are gone."""
@@ -103,11 +111,7 @@ class Removal:
             names = self.ops.listdir(directory)
         except FileNotFoundError:
             return 0
-        manifests = [name for name in names if rank_of_manifest(name) is not None or name == CHECKPOINT_MANIFEST]
-        freed = sum(self._unlink(f"{directory}/{name}") for name in manifests)
-        if manifests:
-            self.ops.fsync_directory(directory)
-        freed += sum(self._unlink(f"{directory}/{name}") for name in self.ops.listdir(directory))
+        freed = sum(self._unlink(f"{directory}/{name}") for name in names)
         with contextlib.suppress(FileNotFoundError):  # another node was faster
             self.ops.rmdir(directory)
         return freed

@@ -106,7 +106,7 @@ def make_slot(
         )
     image[plan.small_offset :] = small
     chunks = plan.chunks(len(small))
-    path = directory / f"{job}-{who.epoch}-{step}-{rank}.slot"
+    path = directory / f"{job}-{who.epoch}-{step}-{rank}-{seed}.slot"
     padded = -(-plan.capacity // 4096) * 4096
     path.write_bytes(bytes(IMAGE_OFFSET) + bytes(image) + b"\xee" * (padded - len(image)))
     return Slot(
