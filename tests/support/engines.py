@@ -26,7 +26,7 @@ def noise(nbytes: int, seed: int = 0) -> Bytes:
 def expected_digests(arrays: Sequence[Bytes]) -> bytes:
     """What an engine has to say of contiguous sources."""
     return b"".join(
-        xxhash.xxh3_128_digest(array[at : at + CHUNK]) for array in arrays for at in range(0, array.nbytes, CHUNK)
+        xxhash.xxh3_128_digest(array[at : at + CHUNK].data) for array in arrays for at in range(0, array.nbytes, CHUNK)
     )
 
 
