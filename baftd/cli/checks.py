@@ -4,7 +4,6 @@ anything but for one small file that is written to and removed from the durable 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import platform
@@ -18,15 +17,13 @@ from pathlib import Path
 from typing import Literal
 
 from baftd.cli.render import size
+from baftd.memory import preflight
+from baftd.memory.processes import start_time
 from baftd.settings import Settings
 
 __all__ = ["Finding", "check_machine", "check_settings"]
 
-_TMPFS = 0x01021994
-_NETWORK = {0x6969: "nfs", 0xFF534D42: "cifs", 0xFE534D42: "smb2", 0x65735546: "fuse"}
-
-_DOCKER = 64 << 20
-"""What Docker gives to /dev/shm unless told otherwise."""
+_IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 
 
 @dataclass(frozen=True)
@@ -39,28 +36,13 @@ class Finding:
     advice: str = ""
 
 
-class _StatFs(ctypes.Structure):
-    _fields_ = [("f_type", ctypes.c_long), ("rest", ctypes.c_byte * 248)]
-
-
-def filesystem_type(path: Path) -> int:
-    """The magic number of the file system that holds `path`; 0 when it cannot be asked."""
-    buffer = _StatFs()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.statfs(os.fsencode(path), ctypes.byref(buffer)) != 0:
-        return 0
-    return int(buffer.f_type) & 0xFFFFFFFF
-
-
 def check_machine(settings: Settings) -> list[Finding]:
     """Everything that does not need a daemon."""
     found = [
         check_versions(),
         check_kernel(),
         check_ticks(),
-        check_shm(settings.shm_dir),
-        check_memory(_text("/proc/meminfo"), cgroup_limits()),
-        check_swap(_text("/proc/meminfo")),
+        *check_memory(settings.shm_dir),
         check_limits(),
         check_run_dir(settings.run_dir),
         check_login(settings.run_dir),
@@ -75,13 +57,6 @@ def check_settings(settings: Settings) -> Finding:
     """Which settings are not defaults."""
     changed = [f"{name}={settings.shown(name)} ({origin})" for name, origin in settings.origins.items()]
     return Finding("settings", "ok", ", ".join(changed) if changed else "all defaults")
-
-
-def _text(path: str | Path) -> str:
-    """A file of the kernel's; empty where there is none."""
-    with contextlib.suppress(OSError):
-        return Path(path).read_text()
-    return ""
 
 
 # ---------------------------------------------------------------- software
@@ -120,10 +95,8 @@ def check_kernel() -> Finding:
 def check_ticks() -> Finding:
     """Start times of processes, by which a reused PID is told."""
     ticks = os.sysconf("SC_CLK_TCK")
-    if ticks <= 0 or not _text("/proc/self/stat"):
-        return Finding(
-            "process times", "fail", "/proc/self/stat cannot be read", "Mount /proc in this container."
-        )
+    if start_time(os.getpid()) is None:
+        return Finding("process times", "fail", "/proc/self/stat cannot be read", "Mount /proc in this container.")
     return Finding("process times", "ok", f"{ticks} clock ticks a second")
 
 
@@ -150,79 +123,49 @@ def check_engine() -> Finding:
 # ---------------------------------------------------------------- memory
 
 
-def check_shm(directory: Path) -> Finding:
-    """The tmpfs of the slots."""
-    name = f"slots ({directory})"
+def check_memory(shm_dir: Path) -> list[Finding]:
+    """The tmpfs of the slots, the machine's memory, the cgroup's limits, swap."""
     try:
-        space = os.statvfs(directory)
+        found = preflight.read(shm_dir)
     except OSError as error:
-        return Finding(name, "fail", f"{error.strerror}", "Mount a tmpfs there or set shm_dir.")
-    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
-    text = f"{size(free)} free of {size(total)}"
+        return [Finding(f"slots ({shm_dir})", "fail", f"{error.strerror}", "Mount a tmpfs there or set shm_dir.")]
+    return [check_shm(found), check_available(found), check_swap(found)]
+
+
+def check_shm(found: preflight.Readings) -> Finding:
+    """The tmpfs of the slots."""
+    name = f"slots ({found.shm_dir})"
+    text = f"{size(found.fs_free)} free of {size(found.fs_total)}"
     more = "Docker: --shm-size=16g; Kubernetes: an emptyDir with medium Memory; else `mount -o remount,size=...`."
-    if filesystem_type(directory) != _TMPFS:
-        return Finding(name, "warn", f"{text}, but it is no tmpfs: slots would go to a disk", "Set shm_dir to a tmpfs.")
-    if not os.access(directory, os.W_OK | os.X_OK):
-        return Finding(name, "fail", f"{text}, but this user may not write there", f"`chmod 1777 {directory}`.")
-    if total <= _DOCKER:
+    if not os.access(found.shm_dir, os.W_OK | os.X_OK):
+        return Finding(name, "fail", f"{text}, but this user may not write there", f"`chmod 1777 {found.shm_dir}`.")
+    if found.fs_type not in ("", *_IN_MEMORY):
+        return Finding(name, "warn", f"{text}, but it is {found.fs_type}: a disk", "Set shm_dir to a tmpfs.")
+    if found.fs_total <= preflight.DOCKER_SHM:
         return Finding(name, "warn", f"{text}: no more than a container's default", more)
-    if free < total // 10:
+    if found.fs_free < found.fs_total // 10:
         return Finding(name, "warn", f"{text}: nearly full", "`baftd gc --dry-run` shows what could go.")
     return Finding(name, "ok", text)
 
 
-def cgroup_limits() -> dict[str, tuple[int, int]]:
-    """File -> (limit, used) in bytes of each memory cgroup above this process that has a limit (v2 and v1)."""
-    found: dict[str, tuple[int, int]] = {}
-    for line in _text("/proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit_name, used_name = Path("/sys/fs/cgroup"), "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            root = Path("/sys/fs/cgroup/memory")
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        here = root / path.lstrip("/")
-        while here == root or root in here.parents:
-            limit, used = _text(here / limit_name).strip(), _text(here / used_name).strip()
-            if limit.isdecimal() and used.isdecimal() and int(limit) < 1 << 60:
-                found[str(here / limit_name)] = (int(limit), int(used))
-            here = here.parent
-    return found
-
-
-def meminfo(text: str) -> dict[str, int]:
-    """Bytes by name."""
-    found = {}
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) == 3 and words[2] == "kB":
-            found[words[0].rstrip(":")] = int(words[1]) * 1024
-    return found
-
-
-def check_memory(meminfo_text: str, limits: dict[str, tuple[int, int]]) -> Finding:
+def check_available(found: preflight.Readings) -> Finding:
     """What slots may take: the machine's memory and the cgroup's limit, past which the daemon is killed."""
-    available = meminfo(meminfo_text).get("MemAvailable", 0)
-    if not available:
-        return Finding("memory", "warn", "/proc/meminfo names no MemAvailable", "Mount /proc.")
-    text = f"{size(available)} available"
-    if not limits:
+    text = f"{size(found.memory_available)} available of {size(found.memory_total)}"
+    if not found.cgroups:
         return Finding("memory", "ok", f"{text}, no cgroup limit")
-    path, (limit, used) = min(limits.items(), key=lambda item: item[1][0] - item[1][1])
-    text += f", cgroup limit {size(limit)} with {size(used)} used ({path})"
-    if limit - used < limit // 10:
+    tight = min(found.cgroups, key=lambda group: group.available)
+    text += f", {size(tight.available)} below the limit of cgroup {tight.path} ({size(tight.limit)})"
+    if tight.available < tight.limit // 10:
         return Finding("memory", "warn", f"{text}: nearly reached", "Raise the limit: slots are charged to it.")
     return Finding("memory", "ok", text)
 
 
-def check_swap(meminfo_text: str) -> Finding:
+def check_swap(found: preflight.Readings) -> Finding:
     """tmpfs pages can be swapped out, which makes a snapshot as slow as the disk."""
-    total = meminfo(meminfo_text).get("SwapTotal", 0)
-    if total:
+    if found.swap_total:
         advice = "Train with swap off (`swapoff -a`) or with memory to spare."
-        return Finding("swap", "warn", f"{size(total)} of swap: slots can be swapped out", advice)
+        text = f"{size(found.swap_total - found.swap_free)} used of {size(found.swap_total)}: slots can be swapped out"
+        return Finding("swap", "warn", text, advice)
     return Finding("swap", "ok", "none")
 
 
@@ -292,7 +235,7 @@ def check_state_dir(directory: Path) -> Finding:
     there = _nearest(directory)
     if not os.access(there, os.W_OK | os.X_OK):
         return Finding(name, "fail", f"{there} cannot be written to", "Set state_dir to a directory of yours.")
-    if filesystem_type(there) == _TMPFS:
+    if preflight.read(there).fs_type in _IN_MEMORY:
         return Finding(name, "warn", "lies on a tmpfs: a reboot loses the history", "Set state_dir to a disk.")
     return Finding(name, "ok", "writable" if there == directory else "does not exist yet; `baftd start` makes it")
 
@@ -307,13 +250,10 @@ def check_durable(directory: Path | None) -> Finding:
         return Finding(name, state, "does not exist", f"`mkdir -p {directory}`.")
     if not os.access(directory, os.W_OK | os.X_OK):
         return Finding(name, "fail", "cannot be written to", "Is it mounted read-only, or another user's?")
-    kind = filesystem_type(directory)
-    space = os.statvfs(directory)
-    text = f"{size(space.f_bavail * space.f_frsize)} free of {size(space.f_blocks * space.f_frsize)}"
-    if kind == _TMPFS:
-        return Finding(name, "warn", f"{text}, on a tmpfs: nothing there survives a reboot", "Set it to a disk.")
-    if kind in _NETWORK:
-        text += f", {_NETWORK[kind]}"
+    found = preflight.read(directory)
+    text = f"{size(found.fs_free)} free of {size(found.fs_total)}{f' on {found.fs_type}' if found.fs_type else ''}"
+    if found.fs_type in _IN_MEMORY:
+        return Finding(name, "warn", f"{text}: nothing there survives a reboot", "Set it to a disk.")
     problem = _direct_write(directory)
     if problem:
         return Finding(name, "warn", f"{text}; no O_DIRECT ({problem}): writes are buffered, which costs more CPU")

@@ -7,13 +7,16 @@ without snapshots until a daemon runs again.
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from baftd.cli.common import add_settings, ask, connect, positive, settings_of
 from baftd.cli.render import say
 from baftd.errors import TryAgain, Unreachable
+
+if TYPE_CHECKING:
+    from baftd.memory.processes import ProcessHandle
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     from baftd.wire.messages import Ack, StatusReply, StatusRequest, StopRequest
 
     settings = settings_of(arguments)
-    with connect(settings) as connection:
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(connect(settings))
         try:
             status = ask(connection, StatusRequest(), StatusReply, timeout=10)
         except Unreachable:
@@ -38,26 +42,28 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             say(f"baftd does not run in {settings.run_dir}.")
             return 0
-        start = _start_time(status.pid)
+        process = _held(status.pid)
+        if process is not None:
+            stack.callback(process.close)
         ask(connection, StopRequest(force=arguments.force), Ack, timeout=arguments.timeout)
-    deadline = time.monotonic() + arguments.timeout
-    while settings.socket.exists() or (start is not None and _start_time(status.pid) == start):
-        if time.monotonic() > deadline:
-            raise TryAgain(
-                f"the daemon (pid {status.pid}) took the order but still runs after {arguments.timeout:g} s.",
-                hint="It finishes a durable write; wait, or `baftd stop --force`.",
-            )
-        time.sleep(0.05)
+        deadline = time.monotonic() + arguments.timeout
+        while settings.socket.exists() or (process is not None and process.alive()):
+            if time.monotonic() > deadline:
+                raise TryAgain(
+                    f"the daemon (pid {status.pid}) took the order but still runs after {arguments.timeout:g} s.",
+                    hint="It finishes a durable write; wait, or `baftd stop --force`.",
+                )
+            time.sleep(0.02)
     say(f"baftd (pid {status.pid}) has ended.")
     return 0
 
 
-def _start_time(pid: int) -> int | None:
-    """Start of a live process in clock ticks; None when there is none or it is a zombie."""
+def _held(pid: int) -> ProcessHandle | None:
+    """A handle on the daemon's process; None where it is gone already or cannot be held (then its socket tells)."""
+    from baftd.memory.processes import ProcessHandle, start_time
+
+    start = start_time(pid)
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return ProcessHandle.open(pid, start) if start is not None else None
     except OSError:
         return None
-    if os.getpid() == pid or fields[0] in "ZX":
-        return None
-    return int(fields[19])
