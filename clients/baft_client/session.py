@@ -22,14 +22,14 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar, cast
+from typing import Literal, cast
 
 from baft_client import lifeline
 from baft_client.declared import Layout
-from baft_client.engine import CopyEngine, EngineHooks, load_engine
+from baft_client.engine import EngineHooks
 from baft_client.identity import find_incarnation, find_rank
 from baft_client.io_thread import IoThread, LinkState
-from baft_client.restore import RestoredImage
+from baft_client.joining import Joining, ask
 from baft_client.shard_writer import ALL_WITNESSES, DeviceCopier, Snapshot, Torn
 from baft_client.skips import Skips
 from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
@@ -53,13 +53,6 @@ from baftd.wire.messages import (
     Declared,
     Finish,
     Leave,
-    Message,
-    Progress,
-    Reply,
-    Restored,
-    Resume,
-    ResumePlan,
-    ResumeProgress,
     Save,
     Saved,
     Seal,
@@ -75,8 +68,6 @@ DECLARE_AGAIN = 30.0
 SAVE_TIMEOUT = 600.0
 """Seconds without a word from the daemon after which `save` and `finish` give up."""
 LEAVE_TIMEOUT = 2.0
-
-_AnswerT = TypeVar("_AnswerT", bound=Message)
 
 
 class Session:
@@ -112,11 +103,9 @@ class Session:
         self._standing = Standing(identity, on_fenced=self._layout.cancel)
         self._link = IoThread(settings.socket, self._standing, clock=clock)
         self._standing.link = self._link
+        self._joining = Joining(settings, self._standing, self._link, prefer=self._prefer, clock=clock)
         self._skips = Skips(self._standing, self.counters, strict=strict, post=self._link.post)
         self._phase: Literal["attached", "restoring", "training", "over"] = "attached"
-        self._plan: ResumePlan | None = None
-        self._image: RestoredImage | None = None
-        self._loader: CopyEngine | None = None
         self._snapshot: Snapshot | None = None
         self._step = 0
         self._last_sealed = 0
@@ -210,82 +199,25 @@ class Session:
         self._check_usable()
         if self._phase != "attached":
             raise UsageError("resume() was called twice; a session resumes once.")
-        wait = self.settings.connect_timeout if timeout is None else timeout
-        if not self._reach(0.5 if fresh and timeout is None else wait):
-            error = self._standing.refusal or self._link.unreachable(f"no answer within {wait:g} s")
-            if not fresh or not isinstance(error, Unreachable):
-                raise error
-            self._log.warning(
-                "no_daemon", socket=str(self._link.path), note="training begins without it, and joins when it is there"
-            )
-            self._standing.alone = True
-            self._phase = "training"
-            return Resumed(step=0, updates=0, epoch=0, image=None)
-        message = Resume(job=self.job, rank=self.rank, fresh=fresh, takeover=takeover)
-        patience = max(wait, self.settings.restore_wait, self.settings.rendezvous_timeout)
-        plan = self._ask(message, patience, ResumePlan, on_progress=self._say_progress)
-        self._standing.adopt(plan.token)
-        self._plan = plan
-        for line in plan.passed_over:
-            self._log.warning("passed_over", why=line)
-        if plan.source is not None:
-            self._image = self._open_image(plan)
-        self._phase = "restoring"
-        self._step = plan.step
-        self._log.info("resuming", step=plan.step, epoch=plan.token.epoch, tier=plan.tier, seconds=plan.seconds)
-        return Resumed(
-            step=plan.step,
-            updates=plan.updates,
-            epoch=plan.token.epoch,
-            image=self._image,
-            tier=plan.tier or "",
-            passed_over=tuple(plan.passed_over),
-            seconds=plan.seconds,
-            durable=plan.durable,
-        )
-
-    def _reach(self, wait: float) -> bool:
-        """Wait for a daemon. An answer that no waiting will change ends it early."""
-        deadline = self._clock() + wait
-        while not self._link.wait_up(min(0.1, max(0.0, deadline - self._clock()))):
-            if isinstance(self._standing.refusal, UsageError | ProtocolError | Fenced):
-                raise self._standing.refusal
-            if self._clock() >= deadline:
-                return False
-        return True
-
-    def _open_image(self, plan: ResumePlan) -> RestoredImage:
-        assert plan.source is not None
-        self._loader = load_engine(None, prefer=self._prefer)
-        try:
-            return RestoredImage(plan.source, self._loader, job=self.job, rank=self.rank)
-        except BaseException as error:
-            self._phase = "restoring"
-            with contextlib.suppress(BaftError):
-                self.restored(ok=False, reason=str(error))
-            raise
+        resumed = self._joining.resume(fresh=fresh, takeover=takeover, timeout=timeout)
+        self._step = resumed.step
+        self._phase = "training" if self._joining.plan is None else "restoring"
+        return resumed
 
     def restored(self, ok: bool = True, reason: str = "") -> None:
-        """Say that the state was loaded, or why not; returns when every rank has said so.
+        """Say that the state was loaded, and wait until every rank has said so; or say why it was not.
+
+        `Resumed.image` is closed by it.
 
         Raises:
-            BaftError: a rank could not load; the daemon says which.
+            BaftError: another rank could not load; the daemon says which.
             Unreachable: no answer in time.
         """
         if self._phase == "training" and self._standing.alone:
             return
-        if self._phase != "restoring" or self._plan is None:
+        if self._phase != "restoring":
             raise UsageError("restored() belongs after resume().")
-        if self._image is not None:
-            self._image.close()
-            self._image = None
-        if self._loader is not None:
-            self._loader.stop()
-            self._loader = None
-        message = Restored(token=self._plan.token, rank=self.rank, step=self._plan.step, ok=ok, reason=reason[:4096])
-        self._link.request(
-            message, max(self.settings.restore_wait, self.settings.rendezvous_timeout), on_progress=self._say_progress
-        )
+        self._joining.restored(ok, reason)
         if ok:
             self._phase = "training"
 
@@ -384,6 +316,7 @@ class Session:
             recheck=recheck,
             writer=(self._identity.pid, self._identity.pid_start),
             now=began,
+            audit=self._audit > 0 and self.counters.began % self._audit == 0,
         )
         self._layout.page(step=step, updates=updates)
         self.counters.began += 1
@@ -405,7 +338,7 @@ class Session:
                 token,
                 sources,
                 small_bytes,
-                ask=lambda message: self._ask(message, self.settings.declare_timeout, Declared),
+                ask=lambda message: ask(self._link, message, self.settings.declare_timeout, Declared, log=self._log),
                 device=self.device,
             )
         except BaftError as error:
@@ -441,10 +374,9 @@ class Session:
         if self.fenced or token is None:
             writer.cancel()
             return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
-        audit = self._audit > 0 and self.counters.sealed % self._audit == 0
         deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
-        result = writer.seal(snapshot, updates=updates, deadline=deadline, audit=audit)
-        self.counters.audits += audit
+        result = writer.seal(snapshot, updates=updates, deadline=deadline)
+        self.counters.audits += snapshot.audited is not None
         now = self._clock()
         self.counters.held_seconds += now - began
         if isinstance(result, Torn):
@@ -568,7 +500,7 @@ class Session:
                 raise Degraded(f"step {self._last_sealed} was not committed within {limit:g} s.")
             return Saved(step=self._standing.committed.get("memory", 0), tier="memory")
         message = Save(token=self._need_token(), rank=self.rank, step=self._step)
-        return self._ask(message, limit, Saved, on_progress=self._say_progress)
+        return ask(self._link, message, limit, Saved, log=self._log)
 
     def finish(self, timeout: float | None = None) -> Saved | None:
         """Training is complete: the last step is made durable, where a durable tier is on, and the slots are freed.
@@ -585,7 +517,7 @@ class Session:
                 self._guard(lambda: self._seal(None) if self._snapshot is not None else Outcome(OutcomeKind.NOTHING))
             message = Finish(token=self._need_token(), rank=self.rank, step=self._step)
             limit = SAVE_TIMEOUT if timeout is None else timeout
-            saved = self._ask(message, limit, Saved, on_progress=self._say_progress)
+            saved = ask(self._link, message, limit, Saved, log=self._log)
         except BaftError as error:
             self._log.error("finish_failed", step=self._step, why=str(error))
             self._end("finish failed")
@@ -625,45 +557,11 @@ class Session:
         self._phase = "over"
         self._snapshot = None
         lifeline.forget(self)
-        if self._image is not None:
-            self._image.close()
-            self._image = None
-        if self._loader is not None:
-            self._loader.stop()
-            self._loader = None
+        self._joining.close()
         self._layout.close()
         self._link.close()
         self._standing.release()
         self.counters.reconnects = max(0, self._standing.went_up - 1)
-
-    # ------------------------------------------------------------------------------------ details
-
-    def _ask(
-        self,
-        message: Message,
-        timeout: float,
-        kind: type[_AnswerT],
-        *,
-        on_progress: Callable[[Progress | ResumeProgress], None] | None = None,
-    ) -> _AnswerT:
-        reply: Reply = self._link.request(message, timeout, on_progress=on_progress)
-        if not isinstance(reply, kind):
-            raise ProtocolError(
-                f"the daemon answered {type(message).__name__} with {type(reply).__name__}.", field="type"
-            )
-        return reply
-
-    def _say_progress(self, progress: Progress | ResumeProgress) -> None:
-        if isinstance(progress, ResumeProgress):
-            self._log.info(
-                "waiting",
-                phase=progress.phase,
-                missing=",".join(map(str, progress.missing[:16])) or None,
-                waited=round(progress.waited, 1),
-                deadline=round(progress.deadline, 1),
-            )
-        else:
-            self._log.info("waiting", phase=progress.what, done=progress.done, total=progress.total)
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop everything inherited, speak to nobody, let the child live. Takes no lock."""
@@ -671,7 +569,5 @@ class Session:
         self._snapshot = None
         self._link.abandon_in_child()
         self._standing.abandon_in_child()
-        if self._image is not None:
-            self._image.close()
-            self._image = None
+        self._joining.abandon_in_child()
         self._layout.abandon_in_child()

@@ -6,6 +6,7 @@ stable tensors is armed; `seal` runs at the fence, when the state is about to ch
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,7 +18,7 @@ from baft_client.engine import CopyEngine, Segment, first_difference
 from baft_client.source import Source
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import ImageLayout
-from baftd.checkpoint.shard import DIGEST_BYTES, Chunk, TensorEntry, digest_chunks, root_digest
+from baftd.checkpoint.shard import DIGEST_BYTES, Chunk, TensorEntry, digest, digest_chunks, root_digest
 from baftd.errors import UsageError
 from baftd.memory.header import NO_DIGEST, SlotHeader, SlotState
 from baftd.memory.slot_file import SlotFile
@@ -64,6 +65,8 @@ class Snapshot:
     canary: bytes
     recheck: Callable[[], Iterable[tuple[int, ...]]] | None
     began: float
+    audited: list[bytes] | None = None
+    """Digests of the stable sources as they were at the boundary, where this snapshot is audited."""
     held: float = 0.0
     """Seconds the training thread has spent on it so far."""
 
@@ -179,6 +182,7 @@ class ShardWriter:
         recheck: Callable[[], Iterable[tuple[int, ...]]] | None,
         writer: tuple[int, int],
         now: float,
+        audit: bool = False,
     ) -> Snapshot:
         """Mark the slot FILLING, copy what is volatile, arm the engine for what is stable.
 
@@ -193,6 +197,7 @@ class ShardWriter:
             recheck: see `Session.boundary`.
             writer: pid and start time.
             now: the session's clock.
+            audit: remember what every stable byte is now, for `seal` to compare with. Reads the whole state.
         """
         layout, place = self.layout, self._slots[slot]
         header = SlotHeader(
@@ -224,6 +229,7 @@ class ShardWriter:
             canary=b"",
             recheck=recheck,
             began=now,
+            audited=[_digest_at(sources[i].address, sources[i].entry.nbytes) for i in self._stable] if audit else None,
         )
         if self._stable:
             addresses = np.array([sources[i].address for i in self._stable], dtype=np.uint64)
@@ -265,18 +271,17 @@ class ShardWriter:
                 start = DIGEST_BYTES * where.first_chunk
                 snapshot.digests[start : start + DIGEST_BYTES * where.chunk_count] = found
 
-    def seal(self, snapshot: Snapshot, *, updates: int | None, deadline: float, audit: bool) -> Sealed | Torn:
+    def seal(self, snapshot: Snapshot, *, updates: int | None, deadline: float) -> Sealed | Torn:
         """Finish the copy, compare the witnesses, and mark the slot SEALED.
 
         Args:
             snapshot: in progress.
             updates: the update counter now; None where nobody counts.
             deadline: seconds the rest of the copy may take.
-            audit: compare every byte with its source.
 
         On Torn the engine has been cancelled and the slot stays FILLING.
         """
-        problem = self._finish(snapshot, deadline) or self._compare(snapshot, updates, audit)
+        problem = self._finish(snapshot, deadline) or self._compare(snapshot, updates)
         if problem is not None:
             self.cancel()
             return problem
@@ -301,7 +306,7 @@ class ShardWriter:
             return Torn("late", "", f"the device had not copied everything when {deadline:g} s had passed")
         return None
 
-    def _compare(self, snapshot: Snapshot, updates: int | None, audit: bool) -> Torn | None:
+    def _compare(self, snapshot: Snapshot, updates: int | None) -> Torn | None:
         if "updates" in self._witnesses and updates is not None and updates != snapshot.updates:
             detail = f"{updates} updates at the fence, {snapshot.updates} at the boundary"
             return Torn("updates", "", detail)
@@ -315,10 +320,20 @@ class ShardWriter:
                     return Torn("canary", self._stable_name(index), "a sampled element changed")
             if self._on_device and self._device is not None and (name := self._device.check()) is not None:
                 return Torn("canary", name, "a sampled element changed on the device")
-        if audit and self._stable:
-            found = self._engine.compare(self._table, self._slots[snapshot.slot].address)
-            if found is not None:
-                return Torn("audit", self._stable_name(found[0]), f"byte {found[1]} is not what was copied")
+        return self._compare_all(snapshot) if snapshot.audited is not None and self._stable else None
+
+    def _compare_all(self, snapshot: Snapshot) -> Torn | None:
+        """The audit. What was written after the copy differs from the slot; what was written before it is in both, and
+        differs from what the boundary saw."""
+        place = self._slots[snapshot.slot]
+        found = self._engine.compare(self._table, place.address)
+        if found is not None:
+            return Torn("audit", self._stable_name(found[0]), f"byte {found[1]} is not what was copied")
+        places = self.layout.by_index
+        for index, before in enumerate(snapshot.audited or ()):
+            where = places[self._stable[index]]
+            if _digest_at(place.address + where.offset, where.nbytes) != before:
+                return Torn("audit", self._stable_name(index), "what was copied is not what the boundary saw")
         return None
 
     def _compare_identities(self, snapshot: Snapshot) -> Torn | None:
@@ -358,3 +373,7 @@ class ShardWriter:
         self._slots.clear()
         for file in self._files.values():
             file.close()
+
+
+def _digest_at(address: int, nbytes: int) -> bytes:
+    return digest(memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B"))

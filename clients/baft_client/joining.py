@@ -1,0 +1,167 @@
+"""How a session joins its job: wait for a daemon, meet the other ranks, load what the plan names, say so."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from baft_client.engine import CopyEngine, load_engine
+from baft_client.io_thread import IoThread
+from baft_client.restore import RestoredImage
+from baft_client.source import Resumed
+from baft_client.standing import Standing
+from baftd.errors import BaftError, Fenced, ProtocolError, Unreachable, UsageError
+from baftd.settings import Settings
+from baftd.telemetry import Logger, get_logger
+from baftd.wire.messages import Message, Progress, Restored, Resume, ResumePlan, ResumeProgress
+
+__all__ = ["Joining", "ask", "say_progress"]
+
+ALONE_AFTER = 0.5
+"""Seconds that `resume(fresh=True)` looks for a daemon before it begins without one."""
+FAILED_TIMEOUT = 5.0
+"""Seconds that a rank which could not load waits for the daemon to hear of it."""
+
+_AnswerT = TypeVar("_AnswerT", bound=Message)
+
+
+class Joining:
+    """The part of a session's life before its first step."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        standing: Standing,
+        link: IoThread,
+        *,
+        prefer: Literal["auto", "native", "python"],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prefer`: which engine copies out of the slot."""
+        self.plan: ResumePlan | None = None
+        self._settings = settings
+        self._standing = standing
+        self._link = link
+        self._prefer = prefer
+        self._clock = clock
+        self._image: RestoredImage | None = None
+        self._engine: CopyEngine | None = None
+        self._log = get_logger("client").bind(job=standing.identity.job, rank=standing.identity.rank)
+
+    def resume(self, *, fresh: bool, takeover: bool, timeout: float | None) -> Resumed:
+        """See `Session.resume`."""
+        wait = self._settings.connect_timeout if timeout is None else timeout
+        me = self._standing.identity
+        if not self._reach(ALONE_AFTER if fresh and timeout is None else wait):
+            error = self._standing.refusal or self._link.unreachable(f"no answer within {wait:g} s")
+            if not fresh or not isinstance(error, Unreachable):
+                raise error
+            self._begin_alone()
+            return Resumed(step=0, updates=0, epoch=0, image=None)
+        message = Resume(job=me.job, rank=me.rank, fresh=fresh, takeover=takeover)
+        plan = ask(self._link, message, self._patience(wait), ResumePlan, log=self._log)
+        self._standing.adopt(plan.token)
+        self.plan = plan
+        for line in plan.passed_over:
+            self._log.warning("passed_over", why=line)
+        if plan.source is not None:
+            self._image = self._open_image(plan)
+        self._log.info("resuming", step=plan.step, epoch=plan.token.epoch, tier=plan.tier, seconds=plan.seconds)
+        return Resumed(
+            step=plan.step,
+            updates=plan.updates,
+            epoch=plan.token.epoch,
+            image=self._image,
+            tier=plan.tier or "",
+            passed_over=tuple(plan.passed_over),
+            seconds=plan.seconds,
+            durable=plan.durable,
+        )
+
+    def _patience(self, wait: float) -> float:
+        """Seconds without a word that a rendezvous may take."""
+        return max(wait, self._settings.restore_wait, self._settings.rendezvous_timeout)
+
+    def _reach(self, wait: float) -> bool:
+        """Wait for a daemon. An answer that no waiting will change ends it early."""
+        deadline = self._clock() + wait
+        while not self._link.wait_up(min(0.1, max(0.0, deadline - self._clock()))):
+            if isinstance(self._standing.refusal, UsageError | ProtocolError | Fenced):
+                raise self._standing.refusal
+            if self._clock() >= deadline:
+                return False
+        return True
+
+    def _begin_alone(self) -> None:
+        note = "training begins without it, and joins when it is there"
+        self._log.warning("no_daemon", socket=str(self._link.path), note=note)
+        self._standing.alone = True
+
+    def _open_image(self, plan: ResumePlan) -> RestoredImage:
+        assert plan.source is not None
+        me = self._standing.identity
+        self._engine = load_engine(None, prefer=self._prefer)
+        try:
+            return RestoredImage(plan.source, self._engine, job=me.job, rank=me.rank)
+        except BaseException as error:
+            self.restored(ok=False, reason=f"{type(error).__name__}: {error}")
+            raise
+
+    def restored(self, ok: bool, reason: str) -> None:
+        """See `Session.restored`."""
+        if self.plan is None:
+            raise UsageError("restored() belongs after resume().")
+        self.close()
+        plan, rank = self.plan, self._standing.identity.rank
+        message = Restored(token=plan.token, rank=rank, step=plan.step, ok=ok, reason=reason[:4096])
+        if ok:
+            patience = self._patience(self._settings.connect_timeout)
+            self._link.request(message, patience, on_progress=lambda progress: say_progress(self._log, progress))
+            return
+        with contextlib.suppress(BaftError):  # the caller has a better error than "a rank could not load"
+            self._link.request(message, FAILED_TIMEOUT)
+
+    def close(self) -> None:
+        """Unmap the image, join the engine's thread. Safe to call twice."""
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        if self._engine is not None:
+            self._engine.stop()
+            self._engine = None
+
+    def abandon_in_child(self) -> None:
+        """In a forked child: unmap; there is no engine here to stop."""
+        if self._image is not None:
+            self._image.close()
+            self._image = None
+        self._engine = None
+
+
+def ask(link: IoThread, message: Message, timeout: float, kind: type[_AnswerT], *, log: Logger) -> _AnswerT:
+    """Request an answer of one type; progress is logged.
+
+    Raises:
+        ProtocolError: the daemon answered with something else.
+        BaftError: as `IoThread.request`.
+    """
+    reply = link.request(message, timeout, on_progress=lambda progress: say_progress(log, progress))
+    if not isinstance(reply, kind):
+        raise ProtocolError(f"the daemon answered {type(message).__name__} with {type(reply).__name__}.", field="type")
+    return reply
+
+
+def say_progress(log: Logger, progress: Progress | ResumeProgress) -> None:
+    """Log what the daemon is doing meanwhile."""
+    if isinstance(progress, ResumeProgress):
+        log.info(
+            "waiting",
+            phase=progress.phase,
+            missing=",".join(map(str, progress.missing[:16])) or None,
+            waited=round(progress.waited, 1),
+            deadline=round(progress.deadline, 1),
+        )
+    else:
+        log.info("waiting", phase=progress.what, done=progress.done, total=progress.total)
