@@ -130,13 +130,12 @@ def _one(view: memoryview, at: int) -> tuple[Any, int] | str:
 
 
 def _is_torn(view: memoryview, at: int) -> bool:
-    rest = view[at:]
-    if len(rest) < HEADER_BYTES:
-        return True
+    rest = bytes(view[at:])
+    written = rest.rstrip(b"\0")  # a file may have grown before its bytes arrived
+    if len(rest) < HEADER_BYTES or len(written) < len(_START):
+        return _START.startswith(written[: len(_START)])
     magic, version, _, length, _ = _HEADER.unpack_from(rest)
-    if magic == _MAGIC and version == _VERSION and length <= MAX_RECORD and HEADER_BYTES + length >= len(rest):
-        return True  # cut off, or the last record's bytes did not all arrive
-    return not bytes(rest).strip(b"\0")
+    return magic == _MAGIC and version == _VERSION and length <= MAX_RECORD and HEADER_BYTES + length >= len(written)
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:

@@ -85,7 +85,15 @@ class SlotFile:
         if image_capacity <= 0:
             raise UsageError(f"a slot for images of {image_capacity} bytes makes no sense.")
         size = file_size(image_capacity)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        except OSError as error:
+            if error.errno in _FULL:
+                raise NoRoom(
+                    f"slot {path} cannot be made: its file system takes no more files ({error.strerror}).",
+                    hint="Remove old slots, or mount the tmpfs with a larger nr_inodes.",
+                ) from error
+            raise
         try:
             with _preferred_node(numa_node):
                 # In steps: a signal makes one call start over, and a full tmpfs shows early.
