@@ -295,6 +295,11 @@ class JobCoordinator:
         return self._intact
 
     @property
+    def places(self) -> Mapping[int, tuple[str, str]]:
+        """(node, incarnation) of each rank's shard of the memory commit."""
+        return dict(self._committed_parts)
+
+    @property
     def nodes(self) -> Mapping[str, str]:
         """Nodes that have joined and are not lost, with their incarnations."""
         return dict(self._nodes)
@@ -338,20 +343,27 @@ class JobCoordinator:
         if known is not None and known != incarnation:
             announce += self._withdraw(node, known, f"node {node} has lost its memory")
         self._nodes[node] = incarnation
-        records: list[Record] = []
-        if inventory is not None:
-            head = self.history.token
-            records += self.history.merge(inventory.epochs)
-            for checkpoint, reason in inventory.quarantined:
-                records += self.history.quarantine(checkpoint, reason)
-            records += self.history.see_step(inventory.highest_step)
-            if self.history.token != head:
-                self._begin(now)
-            elif records:
-                self._changed()
+        records = self._learn(inventory, now) if inventory is not None else ()
         announce.append(Joined(node, incarnation, True, self.view))
         announce.append(Publish(self.view))
-        return Ready(tuple(records), tuple(announce))
+        return Ready(records, tuple(announce))
+
+    def learn(self, inventory: Inventory, now: float) -> Ready[CoordinatorInstruction]:
+        """What an inventory that is not a node's (a durable directory's manifests) proves to have been."""
+        records = self._learn(inventory, now)
+        return Ready(records, (Publish(self.view),) if records else ())
+
+    def _learn(self, inventory: Inventory, now: float) -> tuple[Record, ...]:
+        head = self.history.token
+        records = list(self.history.merge(inventory.epochs))
+        for checkpoint, reason in inventory.quarantined:
+            records += self.history.quarantine(checkpoint, reason)
+        records += self.history.see_step(inventory.highest_step)
+        if self.history.token != head:
+            self._begin(now)
+        elif records:
+            self._changed()
+        return tuple(records)
 
     def node_lost(self, node: str, incarnation: str, reason: str) -> Ready[CoordinatorInstruction]:
         """The node does not answer any more (its lease is over). If it comes back it joins again."""
@@ -378,7 +390,7 @@ class JobCoordinator:
     def report(self, report: Report, now: float) -> Ready[CoordinatorInstruction]:
         """A shard is verified at a tier. Answered with an `Answer`; whatever follows comes with it."""
         shard = report.shard
-        refusal = self._admit(report.node, report.incarnation, shard.token, shard.rank, shard.world)
+        refusal = self._admit(report, shard.token, shard.rank, shard.world)
         if refusal is not None:
             return self._answer(report, refusal[0], refusal[1])
         records = list(self.history.see_step(shard.step))
@@ -392,7 +404,7 @@ class JobCoordinator:
 
     def skip(self, skipped: Skipped, now: float) -> Ready[CoordinatorInstruction]:
         """The rank has no snapshot of the step: it is dead for the whole job, at once."""
-        refusal = self._admit(skipped.node, skipped.incarnation, skipped.token, skipped.rank, None)
+        refusal = self._admit(skipped, skipped.token, skipped.rank, None)
         records: tuple[Record, ...] = ()
         announce: list[CoordinatorInstruction] = []
         verdict, detail = refusal or (Verdict.DEAD, "")
@@ -415,7 +427,7 @@ class JobCoordinator:
     def restored(self, restored: RestoredRank, now: float) -> Ready[CoordinatorInstruction]:
         """A rank has loaded what the head epoch began from. When all have, that checkpoint is whole in memory again."""
         head = self.history.head
-        refusal = self._admit(restored.node, restored.incarnation, restored.token, restored.rank, None)
+        refusal = self._admit(restored, restored.token, restored.rank, None)
         announce: list[CoordinatorInstruction] = []
         if refusal is None and (head is None or head.parent != restored.checkpoint):
             refusal = (Verdict.REFUSED, f"epoch {restored.token.epoch} does not begin from {restored.checkpoint}")
@@ -441,9 +453,12 @@ class JobCoordinator:
         return Ready((), (*announce, answer, *self._news(announce)))
 
     def _admit(
-        self, node: str, incarnation: str, token: Token, rank: int, world: int | None
+        self, message: Report | Skipped | RestoredRank, token: Token, rank: int, world: int | None
     ) -> tuple[Verdict, str] | None:
         """Why a message counts for nothing, or None."""
+        node, incarnation = message.node, message.incarnation
+        if message.store != self.store:
+            return Verdict.UNKNOWN, "it was said to another coordinator"
         head = self.history.token
         if head is None or token.epoch > head.epoch:
             return Verdict.UNKNOWN, f"epoch {token.epoch} is not known here"

@@ -210,8 +210,12 @@ class Report:
     token that it then holds sealed in memory. They make a lost skip harmless: a step at or before `passed` that is
     not in `held` can never come back, so the coordinator may take it for dead, however late the message arrives.
     `place` says where a durable shard lies (the storage room's record, opaque here).
+
+    `store` is the coordinator's memory that the node has joined: what was said to an earlier one, and is late, may
+    speak of shards that are gone since, so another store takes no notice of it.
     """
 
+    store: str
     node: str
     incarnation: str
     shard: ShardFacts
@@ -223,8 +227,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Skipped:
-    """The rank has no snapshot of `step` and never will. `passed` and `held` as in `Report`."""
+    """The rank has no snapshot of `step` and never will. Other fields as in `Report`."""
 
+    store: str
     node: str
     incarnation: str
     token: Token
@@ -239,6 +244,7 @@ class Skipped:
 class RestoredRank:
     """A rank has loaded `checkpoint`, and this node holds its verified shard in a slot. Sent again until answered."""
 
+    store: str
     node: str
     incarnation: str
     token: Token

@@ -331,7 +331,7 @@ class NodeJob:
         self._pass(rank, token, step)
         known = self._skips.get(rank)
         if known is None or known.token != token or known.step <= step:
-            self._skips[rank] = Skipped(self.node, self.incarnation, token, rank, step, reason, -1, ())
+            self._skips[rank] = Skipped(self._store, self.node, self.incarnation, token, rank, step, reason, -1, ())
         if self._online:
             out.announce.append(SendSkip(self._fill_skip(self._skips[rank])))
 
@@ -558,7 +558,7 @@ class NodeJob:
         if slot is not None and slot.shard is not None:
             slot.persisting = False
             if self._wants(checkpoint):
-                report = Report(self.node, self.incarnation, slot.shard, "durable", -1, (), place)
+                report = Report(self._store, self.node, self.incarnation, slot.shard, "durable", -1, (), place)
                 self._durable[(rank, checkpoint.step)] = report
                 if self._online:
                     out.announce.append(SendReport(self._fill_report(report)))
@@ -633,6 +633,18 @@ class NodeJob:
             self._clear(rank, held, out)
         return self._settle(out)
 
+    def damaged(self, rank: int, checkpoint: CheckpointId, reason: str) -> Ready[NodeInstruction]:
+        """The bytes of a verified shard are not (or no more) what their digest says: they are dropped.
+
+        The coordinator must be told as well (`source_failed`), so that nobody plans with them.
+        """
+        out = _Out()
+        slot = self.holding(rank, checkpoint)
+        if slot is not None and not slot.persisting and not slot.sending:
+            self._clear(rank, slot, out)
+            out.announce.append(DropShard(rank, checkpoint, reason))
+        return self._settle(out)
+
     def restored(self, rank: int, token: Token) -> Ready[NodeInstruction]:
         """The process of this rank has loaded what its epoch begins from, out of a slot of this node."""
         out = _Out()
@@ -643,7 +655,9 @@ class NodeJob:
             return out.ready()
         self._restored[rank] = (head.parent, False)
         if self._online:
-            out.announce.append(SendRestored(RestoredRank(self.node, self.incarnation, token, rank, head.parent)))
+            out.announce.append(
+                SendRestored(RestoredRank(self._store, self.node, self.incarnation, token, rank, head.parent))
+            )
         return out.ready()
 
     # ------------------------------------------------------------ inside
@@ -705,17 +719,23 @@ class NodeJob:
         assert slot.shard is not None
         slot.reported = True
         out.announce.append(
-            SendReport(self._fill_report(Report(self.node, self.incarnation, slot.shard, "memory", -1, ())))
+            SendReport(
+                self._fill_report(Report(self._store, self.node, self.incarnation, slot.shard, "memory", -1, ()))
+            )
         )
 
     def _fill_report(self, report: Report) -> Report:
         """With what the rank holds at this moment."""
         passed, held = self._standing(report.shard.rank, report.shard.token)
-        return Report(report.node, report.incarnation, report.shard, report.tier, passed, held, report.place)
+        return Report(
+            self._store, report.node, report.incarnation, report.shard, report.tier, passed, held, report.place
+        )
 
     def _fill_skip(self, skip: Skipped) -> Skipped:
         passed, held = self._standing(skip.rank, skip.token)
-        return Skipped(skip.node, skip.incarnation, skip.token, skip.rank, skip.step, skip.reason, passed, held)
+        return Skipped(
+            self._store, skip.node, skip.incarnation, skip.token, skip.rank, skip.step, skip.reason, passed, held
+        )
 
     def _standing(self, rank: int, token: Token) -> tuple[int, tuple[int, ...]]:
         held = self._table(rank).held(token)
@@ -733,8 +753,10 @@ class NodeJob:
             if skip is not None:
                 out.announce.append(SendSkip(self._fill_skip(skip)))
             restored = self._restored.get(rank)
-            if restored is not None and not restored[1]:
-                out.announce.append(SendRestored(RestoredRank(self.node, self.incarnation, token, rank, restored[0])))
+            if restored is not None and not restored[1] and self.holding(rank, restored[0]) is not None:
+                out.announce.append(
+                    SendRestored(RestoredRank(self._store, self.node, self.incarnation, token, rank, restored[0]))
+                )
         for key, report in self._durable.items():
             if key not in self._durable_answered:
                 out.announce.append(SendReport(self._fill_report(report)))
