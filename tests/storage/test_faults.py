@@ -34,7 +34,7 @@ def two_ranks(shm: Path, step: int, epoch: int = 1) -> list[Slot]:
 
 def at(number: int, error: Callable[[], BaseException]) -> Callable[[Op, int], None]:
     """Raise at one operation (of those that are counted), once."""
-    raised = []
+    raised: list[Op] = []
 
     def before(op: Op, count: int) -> None:
         if count == number and not raised:
