@@ -30,7 +30,7 @@ class Variant:
 def _variant(name: str, mode: str, **options: Any) -> Variant:
     kind = getattr(torch.optim, name)
     modes = {"forloop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}, "": {}}
-    extras = "".join(f"+{key}" for key, value in options.items() if value is True)
+    extras = "".join(f"+{key}" for key in options)
     title = f"{name}{'-' if mode else ''}{mode}{extras}"
     return Variant(title, lambda params: kind(params, **{"lr": 1e-2, **options, **modes[mode]}))
 
