@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from baftd import __version__
-from baftd.cli.main import main
 from baftd.wire.messages import (
     Ack,
     CheckpointRow,
@@ -33,7 +28,7 @@ from baftd.wire.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from tests.support.answers import AnsweringServer
+from tests.support.cli import Cli, Serve
 from tests.support.daemon import RunDirs
 
 ROWS = [
@@ -111,60 +106,6 @@ PLAN = RestoreReply(
     lost_steps=2,
     seconds=1.25,
 )
-
-
-class Cli:
-    """The command, run in this process against directories of the test."""
-
-    def __init__(self, dirs: RunDirs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.dirs = dirs
-        self._capsys = capsys
-        for name in [name for name in os.environ if name.startswith("BAFTD_")]:
-            monkeypatch.delenv(name)
-        for name, value in dirs.environ().items():
-            if name.startswith("BAFTD_"):
-                monkeypatch.setenv(name, value)
-        monkeypatch.chdir(dirs.base)
-
-    def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        """Exit code, stdout, stderr."""
-        try:
-            code = main(arguments)
-        except SystemExit as end:
-            code = int(end.code or 0)
-        captured = self._capsys.readouterr()
-        return code, captured.out, captured.err
-
-    def json(self, *arguments: str) -> tuple[int, dict[str, Any]]:
-        """Exit code and the document."""
-        code, out, _ = self(*arguments, "--json")
-        document: dict[str, Any] = json.loads(out)
-        assert document["version"] == 1
-        return code, document
-
-
-@pytest.fixture
-def cli(run_dirs: RunDirs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
-    return Cli(run_dirs, capsys, monkeypatch)
-
-
-Serve = Callable[[dict[type, Any]], AnsweringServer]
-
-
-@pytest.fixture
-def serve(run_dirs: RunDirs) -> Iterator[Serve]:
-    """Start a server that answers each request class with the given replies."""
-    started: list[AnsweringServer] = []
-
-    def start(answers: dict[type, Any]) -> AnsweringServer:
-        lists = {kind: given if isinstance(given, list) else [given] for kind, given in answers.items()}
-        server = AnsweringServer(run_dirs.socket, lists)
-        started.append(server)
-        return server.__enter__()
-
-    yield start
-    for server in started:
-        server.stop()
 
 
 def test_status(cli: Cli, serve: Serve) -> None:
