@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from baftd.checkpoint.identity import Token
 from baftd.errors import RankError
@@ -43,10 +42,14 @@ class Client:
     state: str = "joining"
     """joining, restoring, training, finished, left, dead"""
     step: int = 0
-    lock_path: Path | None = None
+    visible: bool = True
+    """Whether this node sees the PID: else the process is known by its lock, or by being heard."""
+    lock_path: str = ""
     process: Liveness | None = field(default=None, repr=False)
     asked: dict[str, int] = field(default_factory=dict)
     """Message type -> id of a request whose answer comes later."""
+    told: float = float("-inf")
+    """When it was last told how such a request goes on."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -117,7 +120,11 @@ class ClientTable:
             self.dead(known)
             self.remove(known)
         client.process = watch(
-            client.pid, client.pid_start, lock_path=client.lock_path, clock=self._clock, timeout=LOST_AFTER
+            client.pid if client.visible else 0,
+            client.pid_start,
+            lock_path=client.lock_path or None,
+            clock=self._clock,
+            timeout=LOST_AFTER,
         )
         if client.process is None:
             raise RankError(f"job {client.job}: {client} is gone already.")

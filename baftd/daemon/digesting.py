@@ -15,7 +15,7 @@ import xxhash
 
 from baftd.checkpoint.facts import ShardFacts
 from baftd.checkpoint.image import ParsedImage, header_length, parse_image_header
-from baftd.checkpoint.shard import DIGEST_BYTES, Placement, root_digest
+from baftd.checkpoint.shard import DIGEST_BYTES, ImageMap, Placement, root_digest
 from baftd.errors import Degraded, FormatError, VerificationFailed
 from baftd.memory.header import NO_DIGEST, SlotHeader, SlotState
 
@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 
     from baftd.memory.slot_file import SlotFile
 
-__all__ = ["Seen", "facts_of", "read_image_header", "read_sealed", "replicas_of", "verify_slot"]
+__all__ = [
+    "NO_PLACE",
+    "Seen",
+    "facts_of",
+    "read_image_header",
+    "read_sealed",
+    "replicas_of",
+    "shard_of_fetch",
+    "verify_slot",
+]
+
+NO_PLACE = "0" * 32
+"""The incarnation of what is no node's memory."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +114,7 @@ def verify_slot(slot: SlotFile, *, digests: bytes = b"", cancel: threading.Event
     return Seen(header, image, facts_of(header, image, root, digests))
 
 
-def facts_of(header: SlotHeader, image: ParsedImage, root: bytes, digests: bytes) -> ShardFacts:
+def facts_of(header: SlotHeader, image: ImageMap, root: bytes, digests: bytes) -> ShardFacts:
     """What the cores need to know of a shard."""
     return ShardFacts(
         token=header.token,
@@ -144,3 +156,32 @@ def replicas_of(placements: Iterable[Placement], digests: bytes) -> tuple[tuple[
             content.update(digests[first : first + DIGEST_BYTES * placement.chunk_count])
         found.append((key.digest(), content.digest()))
     return tuple(found)
+
+
+def shard_of_fetch(slot: SlotFile, claimed: ShardFacts, digests: bytes) -> tuple[ParsedImage, ShardFacts]:
+    """What a shard that was just fetched into a slot is. `digests`: of the bytes written there, verified on the way.
+
+    Raises `FormatError` or `VerificationFailed` where the image is not the shard that was asked for.
+    """
+    image = read_image_header(slot)
+    said = (image.token, image.rank, image.step, image.length, image.tree_digest)
+    asked = (claimed.token, claimed.rank, claimed.step, claimed.image_length, claimed.tree_digest)
+    if said != asked:
+        raise FormatError(f"the fetched shard is of {said[:4]}, not of {asked[:4]} (token, rank, step, bytes).")
+    root = root_digest(digests, image.length)
+    if root != claimed.root_digest:
+        raise VerificationFailed(f"the fetched shard has digest {root.hex()}, not {claimed.root_digest.hex()}.")
+    shard = ShardFacts(
+        token=image.token,
+        rank=image.rank,
+        world=image.world,
+        step=image.step,
+        updates=image.updates,
+        tree_digest=image.tree_digest,
+        root_digest=root,
+        image_length=image.length,
+        small_length=image.small_length,
+        digests=digests,
+        replicas=replicas_of(image.placements, digests),
+    )
+    return image, shard

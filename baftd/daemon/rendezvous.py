@@ -239,7 +239,7 @@ class Rendezvous:
         """The incarnation trains now, or has failed: forget its gathering."""
         self._gatherings.pop(incarnation, None)
 
-    def retry(self, incarnation: str, now: float) -> None:
+    def retry(self, incarnation: str) -> None:
         """A completed rendezvous has to be completed again (the daemon could not act on it yet)."""
         gathering = self._gatherings.get(incarnation)
         if gathering is not None:

@@ -29,11 +29,13 @@ class Workers:
     `cancel` is set when the daemon stops: long work looks at it between chunks.
     """
 
-    def __init__(self, *, urgent: int = 4, background: int = 2) -> None:
-        """At most `urgent` and `background` threads of each kind."""
+    def __init__(self, *, urgent: int = 4, background: int = 2, durable: int = 2) -> None:
+        """How many threads of each kind at most."""
         self.cancel = threading.Event()
         self._urgent = ThreadPoolExecutor(urgent, thread_name_prefix="baftd-urgent")
-        self._background = ThreadPoolExecutor(background, thread_name_prefix="baftd-background", initializer=_be_nice)
+        self._background = ThreadPoolExecutor(background, thread_name_prefix="baftd-digest", initializer=_be_nice)
+        # Of its own: a durable write may take minutes, and a digest must not wait for it.
+        self._durable = ThreadPoolExecutor(durable, thread_name_prefix="baftd-durable", initializer=_be_nice)
 
     async def urgent(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work(*args)` in a thread at the daemon's priority."""
@@ -43,10 +45,14 @@ class Workers:
         """Run `work(*args)` in a niced thread."""
         return await asyncio.get_running_loop().run_in_executor(self._background, work, *args)
 
+    async def durable(self, work: Callable[..., T], *args: Any) -> T:
+        """Run `work(*args)`, which writes to the durable tier, in a niced thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._durable, work, *args)
+
     def close(self) -> None:
         """Set `cancel`, drop what has not begun, wait for what has."""
         self.cancel.set()
-        for pool in (self._urgent, self._background):
+        for pool in (self._urgent, self._background, self._durable):
             pool.shutdown(wait=True, cancel_futures=True)
 
 

@@ -183,8 +183,8 @@ class Journal:
         """The journal has grown enough that `rewrite` with what still matters is worth it."""
         return self.size > REWRITE_BYTES and self.size > 2 * self._rewritten_size
 
-    def append(self, *records: Record) -> None:
-        """Add records; when this returns they are in the file (with fsync: on the disk).
+    def append(self, *records: Record, sync: bool | None = None) -> None:
+        """Add records; when this returns they are in the file, with `sync` on the disk (None: as the journal was opened).
 
         Raises NoRoom where the file system is full, OSError, FormatError for a record that is not plain data. After
         an error the journal is as before; if even that cannot be had, every append raises until `rewrite`.
@@ -194,7 +194,7 @@ class Journal:
         data = b"".join(encode_record(dict(record)) for record in records)
         try:
             self._write(self._fd, data)
-            if self._fsync:
+            if self._fsync if sync is None else sync:
                 self._ops.fsync(self._fd)
         except OSError as error:
             self._take_back(error)

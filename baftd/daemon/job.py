@@ -1,0 +1,397 @@
+"""One job on this node: its core (`NodeJob`), slot files, journal and manifest, and the carrying out of instructions.
+
+Every event of the core goes through `apply`: its records are written first, then its instructions are carried out in
+order. What goes to the coordinator is queued and sent by one task, so that reports keep their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from baftd.checkpoint.facts import EpochFacts, JobView, Ready, Record, ShardFacts, Writer, checkpoint_from, is_lasting
+from baftd.checkpoint.identity import CheckpointId, Token
+from baftd.checkpoint.node import NodeJob
+from baftd.checkpoint.orders import (
+    CancelPersist,
+    Digest,
+    DropShard,
+    FenceWriter,
+    FreeSlot,
+    GrantSlot,
+    NodeInstruction,
+    ReceiveSlot,
+    Refuse,
+    RefuseGrant,
+    RemoveSlot,
+    SendJoin,
+    SendPersistFailed,
+    SendReport,
+    SendRestored,
+    SendSkip,
+    StartPersist,
+    Superseded,
+    TellCadence,
+    TellCommitted,
+)
+from baftd.checkpoint.slots import SlotState, table_records
+from baftd.daemon.clients import Client, ClientTable
+from baftd.daemon.context import Context
+from baftd.daemon.rendezvous import Pace, Rendezvous
+from baftd.daemon.slot_files import SlotFiles
+from baftd.errors import BaftError, Degraded, FormatError, Unreachable
+from baftd.memory.arena import JobArena
+from baftd.memory.journal import Journal
+from baftd.memory.manifest import NodeManifest
+from baftd.telemetry.counters import JOB_COUNTERS, Counters
+from baftd.wire.messages import (
+    Cadence,
+    Committed,
+    ErrorReply,
+    Fence,
+    Grant,
+    NoGrant,
+    Reply,
+    WireToken,
+)
+
+__all__ = ["JobOnNode", "wire_token"]
+
+RESEND_AFTER = 1.0
+"""Seconds until what the coordinator did not answer is sent again."""
+
+
+def wire_token(token: Token) -> WireToken:
+    """A token as messages carry it."""
+    return WireToken(token.epoch, token.incarnation)
+
+
+@dataclass
+class Training:
+    """What the training processes of a job report about their speed, for `baftd status`."""
+
+    held_ms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    last_skip: str = ""
+
+
+class JobOnNode:
+    """See the module's docstring. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        context: Context,
+        clients: ClientTable,
+        *,
+        core: NodeJob,
+        arena: JobArena,
+        journal: Journal,
+        manifest: NodeManifest | None,
+        layouts: Iterable[Record] = (),
+    ) -> None:
+        """`manifest` None: nothing lasting is known of the job yet; it is made with the first epoch.
+        `layouts`: records of declared layouts that the journal held."""
+        self.name = name
+        self.context = context
+        self.clients = clients
+        self.core = core
+        self.arena = arena
+        self.files = SlotFiles(arena)
+        self.journal = journal
+        self.manifest = manifest
+        self.log = context.log.bind(job=name)
+        self.counters = Counters(JOB_COUNTERS)
+        self.training = Training()
+        self.pace = Pace()
+        self.rendezvous = Rendezvous(
+            name,
+            node=context.node,
+            gather_wait=context.settings.rendezvous_timeout,
+            restore_wait=context.settings.restore_wait,
+            several_nodes=context.coordinator.several_nodes,
+        )
+        self.layouts: dict[int, Record] = {int(record["rank"]): dict(record) for record in layouts}
+        """Rank -> what it has declared: survives the daemon in the journal."""
+        self.persist: Callable[[StartPersist], None] = self._no_tier
+        self.cancel_persist: Callable[[CancelPersist], None] = lambda order: None
+        self.orphans: dict[Writer, Callable[[], None]] = {}
+        """Processes that held a slot when the daemon started and have not come back -> how to stop watching them."""
+        self.pinned = False
+        """An operator's restore is at work: nothing of the job may be swept."""
+        self.closed = False
+        self._trees: tuple[bytes, ...] = ()
+        self._generation = 0
+        self._outbox: deque[Callable[[], Awaitable[Ready[NodeInstruction] | None]]] = deque()
+        self._wake = asyncio.Event()
+        self._resend: asyncio.TimerHandle | None = None
+        self._sender = context.tasks.start(self._send(), f"reports of {name}")
+
+    # ------------------------------------------------------------------ asking
+
+    @property
+    def token(self) -> Token | None:
+        """The only token that may write."""
+        return self.core.token
+
+    @property
+    def view(self) -> JobView | None:
+        """The coordinator's last word."""
+        return self.core.last_view
+
+    def client_of(self, writer: Writer) -> Client | None:
+        """The process that is this writer."""
+        for client in self.clients.of_job(self.name):
+            if (client.pid, client.pid_start) == (writer.pid, writer.start):
+                return client
+        return None
+
+    def writer_of(self, client: Client) -> Writer:
+        """How the core knows a process."""
+        return Writer(client.pid, client.pid_start)
+
+    # ------------------------------------------------------------------ instructions
+
+    def apply(self, ready: Ready[NodeInstruction], *, keep_grants: list[Grant] | None = None) -> None:
+        """Write the records, then carry the instructions out. With `keep_grants` grants go there instead."""
+        if self.closed:
+            return
+        if ready.records:
+            self._write(ready.records)
+        for order in ready.announce:
+            if isinstance(order, GrantSlot) and keep_grants is not None:
+                keep_grants.append(Grant(token=wire_token(order.token), slot=order.slot, generation=order.generation))
+            else:
+                self._carry_out(order)
+
+    def _write(self, records: Iterable[Record]) -> None:
+        lasting = [record for record in records if is_lasting(record)]
+        for record in lasting:
+            self._write_lasting(record)
+        # Lineage lies beside the slots too: a state directory that is lost must not make slots worthless.
+        short = [record for record in records if not is_lasting(record) or record["k"] == "epoch"]
+        if short:
+            self.journal.append(*short)
+            if self.journal.wants_rewrite:
+                self.journal.rewrite(self.journal_records())
+
+    def journal_records(self) -> list[Record]:
+        """The whole journal in as few records as possible."""
+        records: list[Record] = [{"k": "epoch", **epoch.to_record()} for epoch in self.core.history.epochs()]
+        records += self.layouts.values()
+        for table in self.core.tables.values():
+            records += table_records(table)
+        return records
+
+    def _write_lasting(self, record: Record) -> None:
+        kind = record["k"]
+        if kind == "highest":
+            if self.manifest is not None:
+                self.manifest.note_step(int(record["step"]))
+            return
+        manifest = self.open_manifest()
+        if kind == "epoch":
+            try:
+                manifest.begin_epoch(EpochFacts.from_record(record))
+            except FormatError as error:
+                self.log.error("epoch_conflict", why=str(error))
+        elif kind == "quarantine":
+            checkpoint = checkpoint_from(record["checkpoint"])
+            if checkpoint is not None:
+                manifest.quarantine(checkpoint, str(record["reason"]))
+
+    def open_manifest(self) -> NodeManifest:
+        """The node's manifest of the job; made when first needed."""
+        if self.manifest is None:
+            directory = self.context.settings.state_dir / self.name
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.manifest, problem = NodeManifest.open(directory / "manifest", ops=self.context.journal_ops)
+            if problem:
+                self.context.counters.add("journal_repairs")
+                self.log.warning("manifest_damaged", why=problem)
+        return self.manifest
+
+    def _carry_out(self, order: NodeInstruction) -> None:
+        if isinstance(order, SendReport | SendSkip | SendRestored | SendJoin | SendPersistFailed):
+            self._outbox.append(lambda: self._to_coordinator(order))
+            self._wake.set()
+        elif isinstance(order, GrantSlot | RefuseGrant | TellCommitted | TellCadence | FenceWriter | Refuse):
+            self._tell(order)
+        elif isinstance(order, FreeSlot):
+            try:
+                self.files.free(order.rank, order.slot, order.generation)
+            except (OSError, FormatError) as error:
+                self.log.warning("slot_not_freed", rank=order.rank, slot=order.slot, why=str(error))
+        elif isinstance(order, RemoveSlot):
+            self.files.remove(order.rank, order.slot)
+        elif isinstance(order, Digest):
+            self.context.tasks.start(self._digest(order), f"digest of {self.name} rank {order.rank}")
+        elif isinstance(order, StartPersist):
+            self.persist(order)
+        elif isinstance(order, CancelPersist):
+            self.cancel_persist(order)
+        elif isinstance(order, DropShard):
+            step = order.checkpoint.step
+            self.log.warning(
+                "shard_dropped", rank=order.rank, step=step, epoch=order.checkpoint.epoch, why=order.reason
+            )
+        elif isinstance(order, Superseded):
+            self.log.error("superseded", why="another daemon runs under the name of this node", node=self.context.node)
+        else:
+            assert isinstance(order, ReceiveSlot)  # taken by whoever called `receive`
+
+    def _tell(self, order: GrantSlot | RefuseGrant | TellCommitted | TellCadence | FenceWriter | Refuse) -> None:
+        client = self.client_of(order.writer)
+        if client is None:
+            return
+        reply: Reply
+        if isinstance(order, GrantSlot):
+            reply = Grant(token=wire_token(order.token), slot=order.slot, generation=order.generation)
+        elif isinstance(order, RefuseGrant):
+            self.counters.add("no_slot")
+            self.log.info("no_slot", rank=order.rank, why=order.reason)
+            reply = NoGrant(token=wire_token(order.token), reason=order.reason[:4000])
+        elif isinstance(order, TellCommitted):
+            reply = Committed(token=wire_token(order.token), step=order.step, tier=order.tier)
+        elif isinstance(order, TellCadence):
+            cadence = order.cadence
+            token = wire_token(order.token)
+            reply = Cadence(token=token, from_step=cadence.from_step, memory_every=cadence.every)
+        elif isinstance(order, FenceWriter):
+            if self.token is None:
+                return
+            self.counters.add("fenced")
+            self.log.warning("fenced", rank=order.rank, pid=client.pid, why=order.reason)
+            reply = Fence(token=wire_token(self.token), reason=order.reason)
+        else:
+            self.log.warning("refused", rank=order.rank, what=order.message, why=order.reason)
+            reply = ErrorReply(code="usage", message=order.reason, field=order.message)
+        self.context.server.send(client.peer, reply)
+
+    async def _digest(self, order: Digest) -> None:
+        try:
+            found = await self.context.workers.background(
+                self.files.verify, order.rank, order.slot, self.context.workers.cancel
+            )
+        except Degraded:
+            return  # the daemon ends; the next one digests the slot
+        except (BaftError, OSError) as error:
+            self.apply(self.core.digest_failed(order.rank, order.slot, order.generation, str(error)))
+            return
+        self.apply(self.core.digested(order.rank, order.slot, order.generation, found))
+        self.mark_verified(order.rank, order.slot, order.generation)
+
+    def mark_verified(self, rank: int, slot: int, generation: int) -> None:
+        """Write VERIFIED into the header of a slot that the core takes for verified."""
+        table = self.core.tables.get(rank)
+        held = table.slots.get(slot) if table is not None else None
+        if held is None or held.generation != generation or held.state is not SlotState.VERIFIED or held.shard is None:
+            return
+        self.counters.add("verified")
+        try:
+            self.files.mark_verified(rank, slot, held.shard)
+        except (OSError, FormatError) as error:
+            self.log.warning("slot_not_marked", rank=rank, slot=slot, why=str(error))
+
+    def _no_tier(self, order: StartPersist) -> None:
+        self.apply(self.core.persist_failed(order.rank, order.shard.checkpoint, "no durable tier is on"))
+
+    # ------------------------------------------------------------------ to the coordinator
+
+    async def _send(self) -> None:
+        """Send what is queued, one after the other. What cannot be sent now is said again by `resend`."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                send = self._outbox.popleft()
+                try:
+                    answer = await send()
+                except Unreachable as error:
+                    self._outbox.clear()
+                    self.log.warning("coordinator_away", why=str(error))
+                    self.apply(self.core.away())
+                    self._resend_later()
+                except (BaftError, OSError) as error:
+                    self.log.warning("report_not_taken", why=str(error))
+                    self._resend_later()
+                else:
+                    if answer is not None:
+                        self.apply(answer)
+
+    async def _to_coordinator(
+        self, order: SendReport | SendSkip | SendRestored | SendJoin | SendPersistFailed
+    ) -> Ready[NodeInstruction] | None:
+        coordinator = self.context.coordinator
+        if isinstance(order, SendReport):
+            return self.core.take_answer(await coordinator.report(self.name, order.report))
+        if isinstance(order, SendSkip):
+            return self.core.take_answer(await coordinator.skip(self.name, order.skipped))
+        if isinstance(order, SendRestored):
+            return self.core.take_answer(await coordinator.restored(self.name, order.restored))
+        if isinstance(order, SendJoin):
+            return self.core.joined((await coordinator.join(self.name, order.inventory)).view)
+        await coordinator.durable_failed(self.name, order.token, order.step, order.rank, order.reason)
+        return None
+
+    def _resend_later(self) -> None:
+        if self._resend is None:
+            self._resend = asyncio.get_running_loop().call_later(RESEND_AFTER, self._say_again)
+
+    def _say_again(self) -> None:
+        self._resend = None
+        if not self.closed:
+            self.apply(self.core.resend())
+
+    # ------------------------------------------------------------------ events from elsewhere
+
+    def is_granted(self, writer: Writer, rank: int, slot: int, generation: int) -> bool:
+        """Whether the slot is still the writer's under this generation."""
+        table = self.core.tables.get(rank)
+        held = table.slots.get(slot) if table is not None else None
+        return (
+            held is not None
+            and held.state is SlotState.FILLING
+            and held.generation == generation
+            and held.writer == writer
+        )
+
+    def adopted(self, writer: Writer) -> None:
+        """A process that held a slot when the daemon started has come back: it is watched as a client now."""
+        orphan = self.orphans.pop(writer, None)
+        if orphan is not None:
+            orphan()
+
+    def layout_generation(self) -> int:
+        """How many commit plans the job had: it grows when a rank declares another layout."""
+        trees = tuple(bytes(self.layouts[rank]["tree"]) for rank in sorted(self.layouts))
+        if trees != self._trees:
+            self._trees = trees
+            self._generation += 1
+        return self._generation
+
+    def client_died(self, client: Client) -> None:
+        """A training process is gone: its half-filled slot is dropped, one that it had sealed is taken."""
+        writer = self.writer_of(client)
+        headers = self.files.headers(self.core.granted_to(writer))
+        self.apply(self.core.writer_dead(writer, headers))
+
+    def sealed_shard(self, checkpoint: CheckpointId, rank: int) -> ShardFacts | None:
+        """The shard of a rank that this node holds verified, if it does."""
+        slot = self.core.holding(rank, checkpoint)
+        return slot.shard if slot is not None else None
+
+    def close(self) -> None:
+        """Close files; slots and journal stay where they are."""
+        self.closed = True
+        for stop in self.orphans.values():
+            stop()
+        self.orphans.clear()
+        self._sender.cancel()
+        if self._resend is not None:
+            self._resend.cancel()
+        self.files.close()
+        self.journal.close()
+        if self.manifest is not None:
+            self.manifest.close()

@@ -1,0 +1,277 @@
+"""From what is there to verified images in slots: inventories, the restore plan, fetching, walking back.
+
+The order matters: the epoch is opened (which fences every older start) before any shard is fetched; a shard that then
+turns out to be bad is quarantined, the plan is made again, and the epoch gets an older parent. Only when every rank's
+image lies verified in a slot of its node is the plan announced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baftd.checkpoint.facts import EpochFacts, Held, Inventory, ShardFacts, Source
+from baftd.checkpoint.history import BadSource
+from baftd.checkpoint.identity import CheckpointId, Token
+from baftd.checkpoint.orders import ReceiveSlot, RefuseGrant
+from baftd.checkpoint.recovery import RestorePlan
+from baftd.checkpoint.shard import small_room_for
+from baftd.daemon.context import Context
+from baftd.daemon.digesting import NO_PLACE, shard_of_fetch
+from baftd.daemon.job import JobOnNode
+from baftd.errors import BaftError, NoRoom, UsageError, VerificationFailed
+from baftd.memory import preflight
+from baftd.memory.header import SlotHeader, SlotState
+from baftd.memory.slot_file import IMAGE_OFFSET, file_size
+from baftd.storage.interface import DurableCheckpoint, FileSink
+from baftd.wire.messages import SlotImage
+
+__all__ = ["Brought", "Restorer", "durable_inventory"]
+
+Told = Callable[[str, int, int], None]
+"""(what is being done, bytes done, bytes in all)"""
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A restore plan whose images lie verified in slots."""
+
+    token: Token
+    plan: RestorePlan
+    images: dict[int, SlotImage] = field(default_factory=dict)
+    """By rank, for the ranks asked for; empty when the job begins afresh."""
+    passed_over: tuple[str, ...] = ()
+
+
+def durable_inventory(found: list[DurableCheckpoint], node: str) -> Inventory:
+    """What a durable tier holds, as recovery wants it."""
+    shards: list[Held] = []
+    epochs: dict[int, EpochFacts] = {}
+    bad: list[tuple[CheckpointId, int, str]] = []
+    highest = 0
+    for checkpoint in found:
+        highest = max(highest, checkpoint.checkpoint.step)
+        if checkpoint.token is not None and checkpoint.world:
+            epochs.setdefault(checkpoint.token.epoch, EpochFacts(checkpoint.token, checkpoint.world, checkpoint.parent))
+        if checkpoint.state != "complete" or checkpoint.token is None:
+            bad.append((checkpoint.checkpoint, 0, f"durable: {checkpoint.state}: {checkpoint.reason}"))
+            continue
+        for part in checkpoint.parts:
+            shard = ShardFacts(
+                token=checkpoint.token,
+                rank=part.rank,
+                world=checkpoint.world,
+                step=checkpoint.checkpoint.step,
+                updates=checkpoint.updates,
+                tree_digest=part.tree_digest,
+                root_digest=part.root_digest,
+                image_length=part.nbytes,
+            )
+            shards.append(Held(shard, Source("durable", "", part.to_fields())))
+    return Inventory(node, NO_PLACE, tuple(shards), tuple(epochs.values()), highest, tuple(bad))
+
+
+class Restorer:
+    """Plans and carries out restores of one daemon."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def inventories(self, job: JobOnNode) -> list[Inventory]:
+        """What this node's slots and the durable tier hold. What they prove teaches the coordinator."""
+        found = [job.core.inventory()]
+        tier = self._context.tier
+        if tier is not None:
+            durable = await self._context.workers.urgent(lambda: list(tier.list(job.name)))
+            found.append(durable_inventory(durable, self._context.node))
+        return found
+
+    async def plan(
+        self,
+        job: JobOnNode,
+        *,
+        world: int | None,
+        step: int | None = None,
+        at_most: int | None = None,
+        fresh: bool = False,
+    ) -> RestorePlan:
+        """What a start of the job would go on from; changes nothing but what the coordinator has to learn anyway."""
+        inventories = await self.inventories(job)
+        for inventory in inventories:
+            await self._context.coordinator.join(job.name, inventory)
+        prefer = dict.fromkeys(range(world or 0), self._context.node)
+        return await self._context.coordinator.plan(
+            job.name, inventories, world=world, step=step, at_most=at_most, fresh=fresh, prefer=prefer
+        )
+
+    async def open(
+        self, job: JobOnNode, incarnation: str, world: int, *, fresh: bool, plan: RestorePlan | None = None
+    ) -> tuple[Token, RestorePlan]:
+        """Open the epoch of a start, or find the one that it has opened already.
+
+        Raises `NothingRestorable`, `EpochConflict`, `UsageError` for a start that has trained already.
+        """
+        coordinator = self._context.coordinator
+        history = await coordinator.history(job.name)
+        head = history.head
+        if head is not None and head.token.incarnation == incarnation:
+            view = await coordinator.view(job.name)
+            if view.begun or head.world != world:
+                raise UsageError(
+                    f"job {job.name}: incarnation {incarnation[:8]}... has trained already (epoch {head.token.epoch}).",
+                    hint="BAFTD_INCARNATION must be new at each start of the job.",
+                )
+            if head.parent is None:
+                return head.token, await self.plan(job, world=world, fresh=True)
+            return head.token, await self.plan(job, world=world, at_most=head.parent.step)
+        chosen = plan or await self.plan(job, world=world, fresh=fresh)
+        view = await coordinator.open_epoch(job.name, incarnation, chosen, world=world, expected=history.epoch)
+        token = view.token
+        if token is None or token.incarnation != incarnation:
+            raise UsageError(f"job {job.name}: another start has taken over.")
+        if self._context.tier is not None:
+            await self._context.workers.urgent(self._context.tier.open_epoch, job.name, token)
+        return token, chosen
+
+    async def bring(
+        self, job: JobOnNode, token: Token, plan: RestorePlan, world: int | None, told: Told = lambda *_: None
+    ) -> Brought:
+        """Bring every rank's image into a slot, verified; walk back when one of them is bad.
+
+        Raises `NothingRestorable` when nothing is left, `NoRoom`.
+        """
+        said: list[str] = list(plan.passed_over)
+        while plan.checkpoint is not None:
+            images, bad = await self._bring_all(job, plan, told)
+            if not bad:
+                return Brought(token, plan, images, tuple(dict.fromkeys(said)))
+            for source in bad:
+                job.counters.add("quarantined")
+                job.log.error("bad_source", rank=source.rank, step=plan.step, tier=source.tier, why=source.reason)
+                await self._context.coordinator.source_failed(job.name, token, source)
+            plan = await self.plan(job, world=world, at_most=plan.step)
+            said += plan.passed_over
+            await self._context.coordinator.reparent(job.name, token, plan)
+        return Brought(token, plan, {}, tuple(dict.fromkeys(said)))
+
+    async def _bring_all(
+        self, job: JobOnNode, plan: RestorePlan, told: Told
+    ) -> tuple[dict[int, SlotImage], list[BadSource]]:
+        assert plan.checkpoint is not None
+        total = sum(held.shard.image_length for held in plan.sources.values())
+        done: dict[int, int] = {}
+
+        def progress(rank: int, count: int) -> None:
+            done[rank] = count
+            told(f"step {plan.step}", sum(done.values()), total)
+
+        ranks = sorted(plan.sources)
+        results = await asyncio.gather(
+            *(self._bring_one(job, rank, plan.sources[rank], progress) for rank in ranks), return_exceptions=True
+        )
+        images: dict[int, SlotImage] = {}
+        bad: list[BadSource] = []
+        for rank, result in zip(ranks, results, strict=True):
+            source = plan.sources[rank].source
+            if isinstance(result, SlotImage):
+                images[rank] = result
+            elif isinstance(result, NoRoom) or not isinstance(result, BaftError | OSError):
+                raise result
+            else:
+                bad.append(BadSource(plan.checkpoint, rank, source.tier, source.node, str(result)))
+        return images, bad
+
+    async def _bring_one(
+        self, job: JobOnNode, rank: int, held: Held, progress: Callable[[int, int], None]
+    ) -> SlotImage:
+        workers = self._context.workers
+        if held.source.tier == "memory":
+            slot = int(held.source.place["slot"])
+            found = await workers.urgent(job.files.verify, rank, slot, workers.cancel)
+            if (found.root_digest, found.tree_digest) != (held.shard.root_digest, held.shard.tree_digest):
+                raise VerificationFailed(
+                    f"{job.arena.slot_path(rank, slot)} does not hold the bytes that were verified at its seal."
+                )
+            progress(rank, found.image_length)
+            return job.files.image(rank, slot, found)
+        known = job.core.holding(rank, held.shard.checkpoint)
+        if known is not None and known.shard is not None and known.shard.root_digest == held.shard.root_digest:
+            # An earlier attempt has fetched it.
+            found = await workers.urgent(job.files.verify, rank, known.index, workers.cancel)
+            if found.root_digest == held.shard.root_digest:
+                return job.files.image(rank, known.index, found)
+        return await self._fetch(job, rank, held, progress)
+
+    async def _fetch(self, job: JobOnNode, rank: int, held: Held, progress: Callable[[int, int], None]) -> SlotImage:
+        """A durable shard into a slot, each chunk verified on the way."""
+        workers = self._context.workers
+        # The image in a slot has more room for small state than the file: it is cut to its length there.
+        capacity = held.shard.image_length + small_room_for(1 << 19)
+        async with self._context.provisioning:
+            order = await self._receive(job, rank, capacity)
+        try:
+            shard = await workers.urgent(self._fetch_into, job, order, held, progress)
+        except BaseException:
+            job.apply(job.core.receive_failed(rank, order.slot, order.generation))
+            raise
+        job.apply(job.core.received(rank, order.slot, order.generation, shard))
+        if job.core.holding(rank, shard.checkpoint) is None:
+            raise UsageError(f"job {job.name}: another start has taken over while step {shard.step} was fetched.")
+        return job.files.image(rank, order.slot, shard)
+
+    async def _receive(self, job: JobOnNode, rank: int, capacity: int) -> ReceiveSlot:
+        """A slot that may be overwritten and is large enough; made if there is none."""
+        for attempt in range(2):
+            rooms = job.files.find(rank)
+            table = job.core.tables.get(rank)
+            usable = [slot.index for slot in table or () if not slot.retired and rooms.get(slot.index, 0) >= capacity]
+            if attempt or not usable:
+                slot = job.files.next_index(rank)
+                settings = self._context.settings
+                preflight.check(settings.shm_dir, own=file_size(capacity), reserve=settings.memory_reserve)
+                await self._context.workers.urgent(job.files.create, rank, slot, capacity)
+                usable = [slot]
+                job.apply(job.core.lay_slots(rank, [slot]))
+            ready = job.core.receive(rank, usable)
+            job.apply(ready)
+            for order in ready.announce:
+                if isinstance(order, ReceiveSlot):
+                    return order
+                if isinstance(order, RefuseGrant):
+                    reason = order.reason
+        raise NoRoom(f"job {job.name}: no slot for the shard of rank {rank}: {reason}.")
+
+    def _fetch_into(
+        self, job: JobOnNode, order: ReceiveSlot, held: Held, progress: Callable[[int, int], None]
+    ) -> ShardFacts:
+        tier = self._context.tier
+        assert tier is not None
+        file = job.files.get(order.rank, order.slot)
+        fetched = tier.fetch(
+            job.name,
+            held.shard.checkpoint,
+            order.rank,
+            FileSink(file.fd, IMAGE_OFFSET, file.capacity),
+            cancel=self._context.workers.cancel,
+            progress=lambda count: progress(order.rank, count),
+        )
+        image, shard = shard_of_fetch(file, held.shard, fetched.digests)
+        file.write_header(
+            SlotHeader(
+                state=SlotState.VERIFIED,
+                generation=order.generation,
+                token=shard.token,
+                job=job.name,
+                rank=shard.rank,
+                world=shard.world,
+                step=shard.step,
+                updates=shard.updates,
+                image_length=shard.image_length,
+                small_length=shard.small_length,
+                tree_digest=shard.tree_digest,
+                root_digest=shard.root_digest,
+            )
+        )
+        job.files.layouts.setdefault(shard.tree_digest, image)
+        return shard

@@ -1,0 +1,300 @@
+"""What training processes say while they train: declare, begin, seal, skip, save, finish, leave."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from baftd.checkpoint.facts import Record, token_from, token_record
+from baftd.checkpoint.identity import Token
+from baftd.checkpoint.image import ImageLayout, plan_image
+from baftd.checkpoint.shard import TensorEntry, small_room_for
+from baftd.daemon.clients import Client
+from baftd.daemon.context import Context
+from baftd.daemon.job import JobOnNode, wire_token
+from baftd.daemon.waiting import Waiters
+from baftd.errors import BaftError, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
+from baftd.memory import preflight
+from baftd.memory.control import ControlPage
+from baftd.memory.slot_file import IMAGE_OFFSET, file_size
+from baftd.wire.messages import (
+    Ack,
+    Begin,
+    Cadence,
+    Declare,
+    Declared,
+    Entry,
+    Fence,
+    Finish,
+    Grant,
+    Leave,
+    Save,
+    Seal,
+    Skip,
+    SlotPlace,
+    WireToken,
+)
+
+__all__ = ["Trainer", "layout_record", "to_entry"]
+
+
+def to_entry(entry: Entry) -> TensorEntry:
+    """A declared entry as the pure core has it."""
+    return TensorEntry(
+        name=entry.name,
+        dtype=entry.dtype,
+        shape=tuple(entry.shape),
+        nbytes=entry.nbytes,
+        kind=entry.kind,
+        global_shape=None if entry.global_shape is None else tuple(entry.global_shape),
+        ranges=None if entry.ranges is None else tuple((start, stop) for start, stop in entry.ranges),
+        aliases=tuple(entry.aliases),
+        strides=None if entry.strides is None else tuple(entry.strides),
+    )
+
+
+def layout_record(client: Client, token: Token, layout: ImageLayout, slots: Iterable[int]) -> Record:
+    """The journal's record of a declared layout: what a daemon that was restarted needs to go on granting."""
+    return {
+        "k": "layout",
+        "rank": client.rank,
+        "token": token_record(token),
+        "world": client.world,
+        "tree": layout.tree_digest,
+        "room": layout.small_room,
+        "capacity": layout.capacity,
+        "slots": list(slots),
+    }
+
+
+class Trainer:
+    """Answers the messages of training processes that have a token."""
+
+    def __init__(self, context: Context, waiters: Waiters) -> None:
+        self._context = context
+        self._waiters = waiters
+
+    # ------------------------------------------------------------------ who may speak
+
+    def admit(self, job: JobOnNode, client: Client, token: WireToken | None, rank: int) -> Token:
+        """The sender's token, if it may write. Raises `Fenced` (the client is told) or `RankError`."""
+        if rank != client.rank:
+            raise RankError(
+                f"{client} of job {job.name} speaks for rank {rank}.", hint="This is a fault of the client."
+            )
+        if token is None:
+            raise UsageError(f"{client} of job {job.name} has no token: it has not resumed.")
+        said = Token(token.epoch, token.incarnation)
+        current = job.token
+        if current is None or said.epoch > current.epoch:
+            raise UsageError(f"epoch {said.epoch} of job {job.name} is not known on node {self._context.node}.")
+        if said != current:
+            reason = f"epoch {current.epoch} of job {job.name} has taken over"
+            self._context.server.send(client.peer, Fence(token=wire_token(current), reason=reason))
+            raise Fenced(f"{client} of epoch {said.epoch} may write nothing: {reason}.")
+        client.token = said
+        return said
+
+    # ------------------------------------------------------------------ layout
+
+    async def declare(self, job: JobOnNode, client: Client, message: Declare) -> None:
+        """Plan the image, make the slots, grant the first one."""
+        token = self.admit(job, client, message.token, message.rank)
+        workers = self._context.workers
+        room = small_room_for(message.small_bytes)
+        entries = [to_entry(entry) for entry in message.entries]
+        layout = await workers.urgent(
+            lambda: plan_image(entries, room, job=job.name, rank=client.rank, world=client.world)
+        )
+        job.files.layouts[layout.tree_digest] = layout
+        async with self._context.provisioning:
+            try:
+                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, message.numa_node)
+            except NoRoom:
+                make_room = self._context.make_room
+                if make_room is None or not await make_room(self._count() * file_size(layout.capacity)):
+                    raise
+                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, message.numa_node)
+        self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
+        record = layout_record(client, token, layout, slots)
+        if job.layouts.get(client.rank) != record:
+            job.layouts[client.rank] = record
+            job.journal.append(record)
+        grants: list[Grant] = []
+        writer = job.writer_of(client)
+        ready = job.core.declare(
+            client.rank, writer, token, world=client.world, tree_digest=layout.tree_digest, slots=slots
+        )
+        job.apply(ready, keep_grants=grants)
+        client.state = "training"
+        capacity = file_size(layout.capacity) - IMAGE_OFFSET
+        reply = Declared(
+            id=message.id,
+            token=message.token,
+            plan_generation=job.layout_generation(),
+            control_path=job.arena.control_path(client.rank),
+            slots=[SlotPlace(slot, job.arena.slot_path(client.rank, slot), capacity) for slot in slots],
+            small_room=room,
+            grants=grants,
+            cadence=self._cadence(job, message.token),
+        )
+        self._context.server.send(client.peer, reply)
+        job.log.info("declared", rank=client.rank, tensors=len(entries), bytes=layout.capacity, slots=len(slots))
+        if fresh:
+            await workers.urgent(self._prefault, job, client.rank, fresh, message.numa_node)
+
+    def declare_again(self, job: JobOnNode, client: Client) -> bool:
+        """After a restart of the daemon or a reconnect: what the process had declared still holds. False: unknown."""
+        record = job.layouts.get(client.rank)
+        if record is None or client.token is None or token_from(record["token"]) != client.token:
+            return False
+        present = job.files.find(client.rank)
+        slots = [int(slot) for slot in record["slots"] if int(slot) in present]
+        if len(slots) < len(record["slots"]) or int(record["world"]) != client.world:
+            return False
+        writer = job.writer_of(client)
+        job.apply(
+            job.core.declare(
+                client.rank, writer, client.token, world=client.world, tree_digest=record["tree"], slots=slots
+            )
+        )
+        return True
+
+    def _cadence(self, job: JobOnNode, token: WireToken) -> Cadence:
+        view = job.view
+        if view is None:
+            return Cadence(token=token, from_step=0, memory_every=self._context.settings.memory_every)
+        return Cadence(token=token, from_step=view.cadence.from_step, memory_every=view.cadence.every)
+
+    def _count(self) -> int:
+        """Slots of each rank."""
+        slots = self._context.settings.slots
+        return slots if isinstance(slots, int) else (4 if self._context.tier is not None else 3)
+
+    def _lay_out(self, job: JobOnNode, rank: int, layout: ImageLayout, numa_node: int) -> tuple[list[int], list[int]]:
+        """(slots of the layout, those of them whose pages are not touched yet). The first free one is touched."""
+        settings, count = self._context.settings, self._count()
+        capacity = file_size(layout.capacity) - IMAGE_OFFSET
+        # A slot of a former layout serves as well when it is large enough, and not so large that memory is wasted.
+        present = [
+            slot
+            for slot, room in job.files.find(rank).items()
+            if capacity <= room <= capacity + capacity // 4 + (1 << 20)
+        ]
+        slots = present[:count]
+        missing = count - len(slots)
+        if missing:
+            size = file_size(layout.capacity)
+            headroom = preflight.check(settings.shm_dir, own=missing * size, reserve=settings.memory_reserve)
+            for warning in headroom.warnings:
+                job.log.warning("memory", why=warning)
+        fresh: list[int] = []
+        for slot in range(job.files.next_index(rank), job.files.next_index(rank) + missing):
+            try:
+                job.files.create(rank, slot, layout.capacity, numa_node)
+            except BaseException:
+                for made in fresh:
+                    job.files.remove(rank, made)
+                raise
+            fresh.append(slot)
+        control = job.arena.control_path(rank)
+        if not os.path.exists(control):
+            ControlPage.create(control, rank=rank).close()
+            job.arena.let_in(control)
+        if fresh:
+            job.files.get(rank, fresh[0]).prefault(numa_node=numa_node)
+        return slots + fresh, fresh[1:]
+
+    def _prefault(self, job: JobOnNode, rank: int, slots: list[int], numa_node: int) -> None:
+        cancel = self._context.workers.cancel
+        for slot in slots:
+            if cancel.is_set() or job.closed:
+                return
+            try:
+                job.files.get(rank, slot).prefault(cancel=cancel.is_set, numa_node=numa_node)
+            except (BaftError, OSError) as error:  # the first snapshot into it touches the pages instead
+                job.log.warning("not_prefaulted", rank=rank, slot=slot, why=str(error))
+
+    # ------------------------------------------------------------------ every step
+
+    def begin(self, job: JobOnNode, client: Client, message: Begin) -> None:
+        """The slot is being filled."""
+        token = self.admit(job, client, message.token, message.rank)
+        self._passed(job, client, message.step)
+        writer = job.writer_of(client)
+        job.apply(job.core.begin(client.rank, writer, token, message.step, message.slot, message.generation))
+
+    def seal(self, job: JobOnNode, client: Client, message: Seal) -> None:
+        """The slot holds the state of a step."""
+        token = Token(message.token.epoch, message.token.incarnation)
+        self._passed(job, client, message.step)
+        rank, slot, generation = client.rank, message.slot, message.generation
+        writer = job.writer_of(client)
+        if not job.is_granted(writer, rank, slot, generation):
+            # Said again after a reconnect, or never granted: the core knows which, and the slot may hold another step.
+            self.admit(job, client, message.token, message.rank)
+            return
+        try:
+            shard, digested = job.files.sealed(rank, slot, generation, message.digests)
+            if (shard.token, shard.step, shard.updates) != (token, message.step, message.updates):
+                raise FormatError(f"slot {slot} of rank {rank} holds step {shard.step}, not {message.step}.")
+        except (FormatError, VerificationFailed, OSError) as error:
+            job.counters.add("torn")
+            job.log.warning("seal_refused", rank=rank, step=message.step, why=str(error))
+            job.apply(job.core.skip(rank, writer, token, message.step, str(error), slot, generation))
+            raise VerificationFailed(str(error)) from error
+        job.counters.add("sealed")
+        job.training.held_ms.append(message.held_ms)
+        job.log.debug("sealed", rank=rank, step=message.step, bytes=shard.image_length, held_ms=message.held_ms)
+        job.apply(job.core.seal(rank, writer, shard, slot, generation, digested=digested))
+        job.mark_verified(rank, slot, generation)
+        self.admit(job, client, message.token, message.rank)
+
+    def skip(self, job: JobOnNode, client: Client, message: Skip) -> None:
+        """No snapshot of the step from this rank."""
+        token = Token(message.token.epoch, message.token.incarnation)
+        self._passed(job, client, message.step)
+        job.counters.add("torn" if message.torn else "skipped")
+        job.training.last_skip = f"rank {client.rank}, step {message.step}: {message.reason}"
+        job.log.info("skipped", rank=client.rank, step=message.step, torn=message.torn, why=message.reason)
+        writer = job.writer_of(client)
+        job.apply(
+            job.core.skip(client.rank, writer, token, message.step, message.reason, message.slot, message.generation)
+        )
+        self.admit(job, client, message.token, message.rank)
+
+    def _passed(self, job: JobOnNode, client: Client, step: int) -> None:
+        client.step = max(client.step, step)
+        client.state = "training"
+        if client.token is not None and client.token == job.token:
+            job.pace.boundary(step, self._context.clock())
+
+    # ------------------------------------------------------------------ now and then
+
+    async def save(self, job: JobOnNode, client: Client, message: Save) -> None:
+        """Make the newest committed step, at least this one, durable now."""
+        token = self.admit(job, client, message.token, message.rank)
+        self._waiters.want(job, client.peer, message.id, message.step, finish=False)
+        try:
+            await self._context.coordinator.want_durable(job.name, token, message.step)
+        except BaftError:
+            self._waiters.drop(job, client.peer, message.id)
+            raise
+        self._waiters.settle(job)
+
+    async def finish(self, job: JobOnNode, client: Client, message: Finish) -> None:
+        """The rank is done."""
+        token = self.admit(job, client, message.token, message.rank)
+        client.state = "finished"
+        self._waiters.want(job, client.peer, message.id, message.step, finish=True)
+        try:
+            await self._context.coordinator.finish(job.name, token, client.rank, message.step)
+        except BaftError:
+            self._waiters.drop(job, client.peer, message.id)
+            raise
+
+    def leave(self, job: JobOnNode, client: Client, message: Leave) -> None:
+        """The rank ends without finishing: its slots stay."""
+        client.state = "left"
+        job.log.info("left", rank=client.rank, pid=client.pid, why=message.reason)
+        self._context.server.send(client.peer, Ack(id=message.id))
