@@ -31,8 +31,8 @@ typedef struct {
 } baft_isa;
 
 extern const baft_isa baft_isa_base;
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define BAFT_X86_DISPATCH 1 /* clang does not set __AVX2__ for a pragma: there only what the compiler was told */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define BAFT_X86_DISPATCH 1
 extern const baft_isa baft_isa_avx2, baft_isa_avx512;
 #endif
 extern const baft_isa *baft_cpu; /* the one in use */

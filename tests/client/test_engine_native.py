@@ -1,4 +1,4 @@
-"""What only the C extension has: instruction sets, the page's words, its own table of offsets, builds without xxhash."""
+"""What only the C extension has: instruction sets, words in the page, its table of offsets, builds without xxhash."""
 
 from __future__ import annotations
 
