@@ -10,7 +10,7 @@ token gets nothing, and a slot it may still write to is given to nobody else for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baftd.checkpoint.facts import (
@@ -596,11 +596,14 @@ class NodeJob:
 
     # ------------------------------------------------------------ restore
 
-    def receive(self, rank: int) -> Ready[NodeInstruction]:
-        """A slot is needed for a shard to be fetched: `ReceiveSlot`, or `RefuseGrant` (to `DAEMON`)."""
+    def receive(self, rank: int, fitting: Collection[int] | None = None) -> Ready[NodeInstruction]:
+        """A slot is needed for a shard to be fetched: `ReceiveSlot`, or `RefuseGrant` (to `DAEMON`).
+
+        `fitting`: indices of the slots that are large enough; None: all are.
+        """
         out = _Out()
         table = self._table(rank)
-        slot = table.choose(self.history, self._view)
+        slot = table.choose(self.history, self._view, fitting)
         if self.token is None:
             return out.ready()
         if slot is None:
@@ -747,7 +750,7 @@ class NodeJob:
             return
         for rank, table in self.tables.items():
             for slot in table.contents():
-                if slot.shard is not None and slot.shard.token == token and not slot.answered:
+                if slot.shard is not None and slot.shard.token == token and not (slot.answered or slot.dead):
                     self._report(rank, slot, out)
             skip = self._skips.get(rank)
             if skip is not None:
@@ -765,11 +768,15 @@ class NodeJob:
 
     def _settle(self, out: _Out) -> Ready[NodeInstruction]:
         """Free what nobody can want, and grant what can be granted."""
+        history, view, verified, empty = self.history, self._view, SlotState.VERIFIED, SlotState.FREE
         for rank, table in self.tables.items():
-            for slot in list(table):
-                if slot.state is SlotState.VERIFIED and table.fate(slot, self.history, self._view).fate is Fate.FREE:
-                    self._clear(rank, slot, out)
-                if slot.retired and slot.state is SlotState.FREE:
+            for slot in list(table.slots.values()):
+                if slot.state is verified and slot.shard is not None and view is not None:
+                    if not slot.dead and table.judge(slot.shard, slot, history, view).fate is Fate.FREE:
+                        slot.dead = True
+                    if slot.dead and table.fate(slot, history, view) is Fate.FREE:
+                        self._clear(rank, slot, out)
+                if slot.retired and slot.state is empty:
                     del table.slots[slot.index]
                     out.announce.append(RemoveSlot(rank, slot.index))
         for rank, client in self._clients.items():
@@ -802,7 +809,7 @@ class NodeJob:
         usable = [slot for slot in table if not slot.retired]
         if not usable:
             return f"rank {rank} has no slots on node {self.node}"
-        whys = [f"slot {slot.index}: {table.fate(slot, self.history, self._view).why}" for slot in usable]
+        whys = [f"slot {slot.index}: {table.why(slot, self.history, self._view)}" for slot in usable]
         away = "the coordinator is away; " if not self._online else ""
         return f"{away}no slot of rank {rank} is free: {'; '.join(whys)}"
 

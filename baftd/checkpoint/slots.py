@@ -14,7 +14,7 @@ one is dead, quarantined or abandoned.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Protocol
@@ -27,7 +27,7 @@ __all__ = [
     "DAEMON",
     "Fate",
     "HeaderFacts",
-    "Judgement",
+    "Reason",
     "Slot",
     "SlotState",
     "SlotTable",
@@ -70,12 +70,29 @@ class Fate(Enum):
     """Nobody can want it any more."""
 
 
-@dataclass(frozen=True)
-class Judgement:
-    """A fate and the reason, in words for a log line."""
+class Reason(Enum):
+    """Why a slot has the fate it has: the fate, and words for a log line."""
 
-    fate: Fate
-    why: str
+    EMPTY = Fate.FREE, "free"
+    GRANTED = Fate.KEEP, "granted"
+    DIGESTING = Fate.KEEP, "being digested"
+    PERSIST = Fate.KEEP, "pinned (persist)"
+    SEND = Fate.KEEP, "pinned (send)"
+    RESTORE = Fate.KEEP, "pinned (restore)"
+    COMMITTED = Fate.KEEP, "newest committed"
+    UNHEARD = Fate.KEEP, "the coordinator has not been heard yet"
+    AHEAD = Fate.KEEP, "of an epoch that the coordinator does not know yet"
+    WAITING = Fate.KEEP, "waiting for the other ranks"
+    UNREPORTED = Fate.ROTATE, "not reported yet"
+    LEFT = Fate.ROTATE, "abandoned"
+    ABANDONED = Fate.FREE, "abandoned"
+    QUARANTINED = Fate.FREE, "quarantined"
+    SUPERSEDED = Fate.FREE, "a newer step is committed"
+    DEAD = Fate.FREE, "dead: some rank has no snapshot of it"
+
+    def __init__(self, fate: Fate, words: str) -> None:
+        self.fate = fate
+        self.words = words
 
 
 class Line(Protocol):
@@ -103,7 +120,7 @@ class Slot:
     answered: bool = False
     """The coordinator has answered that report."""
     dead: bool = False
-    """The coordinator has said that this step is dead or superseded."""
+    """The coordinator has said that this step is dead or superseded. It stays so, whatever a pin makes of it."""
     persisting: bool = False
     """A durable write reads the slot, or its report is not answered yet."""
     sending: int = 0
@@ -159,69 +176,88 @@ class SlotTable:
         return (s for s in self if s.state is SlotState.VERIFIED and s.shard is not None)
 
     def held(self, token: Token) -> tuple[int, ...]:
-        """Steps of `token` that this rank holds sealed, verified or not."""
-        return tuple(
-            sorted(
-                s.shard.step
-                for s in self
-                if s.state in (SlotState.SEALED, SlotState.VERIFIED) and s.shard is not None and s.shard.token == token
-            )
-        )
+        """Steps of `token` that this rank holds sealed, verified or not, and that may still be committed.
+
+        A step known to be dead or superseded counts as gone, though a pin may keep it for a while.
+        """
+        found = [
+            slot.shard.step
+            for slot in self.slots.values()
+            if slot.shard is not None and not slot.dead and slot.state >= SlotState.SEALED and slot.shard.token == token
+        ]
+        return tuple(sorted(found))
 
     # ------------------------------------------------------------ what may become of a slot
 
-    def fate(self, slot: Slot, line: Line, view: JobView | None) -> Judgement:
-        """What may become of this slot's content, and why.
-
-        `view` is the last word of the coordinator, None if there was none since the daemon started.
-        """
-        shard = slot.shard
-        if slot.state is SlotState.FREE:
-            return Judgement(Fate.FREE, "free")
-        if slot.state is SlotState.FILLING:
-            at = "next step" if slot.step is None else f"step {slot.step}"
-            return Judgement(Fate.KEEP, f"granted to {slot.writer} for {at}")
-        if slot.state is SlotState.SEALED or shard is None:
-            return Judgement(Fate.KEEP, f"step {slot.step} is being digested")
-        what = f"step {shard.step} of epoch {shard.token.epoch}"
-        if slot.persisting:
-            return Judgement(Fate.KEEP, f"{what}: pinned (persist)")
-        if slot.sending:
-            return Judgement(Fate.KEEP, f"{what}: pinned (send)")
-        if view is None:
-            return Judgement(Fate.KEEP, f"{what}: the coordinator has not been heard yet")
-        checkpoint, head = shard.checkpoint, view.token
-        if head is not None and shard.token == head and shard.step in view.persist:
-            return Judgement(Fate.KEEP, f"{what}: pinned (persist)")
+    def judge(self, shard: ShardFacts, slot: Slot, line: Line, view: JobView) -> Reason:
+        """What the coordinator's last word makes of a verified shard, local pins aside."""
         on_line = line.on_line(shard.token, shard.step)
-        if on_line and checkpoint == view.restored:
-            return Judgement(Fate.KEEP, f"{what}: pinned (restore)")
-        if on_line and checkpoint == view.committed:
-            return Judgement(Fate.KEEP, f"{what}: newest committed")
+        checkpoint = shard.checkpoint
+        if on_line:
+            if checkpoint == view.restored:
+                return Reason.RESTORE
+            if checkpoint == view.committed:
+                return Reason.COMMITTED
         if checkpoint in view.quarantined:
-            return Judgement(Fate.FREE, f"{what}: quarantined")
-        if shard.token.epoch > line.epoch:
-            return Judgement(Fate.KEEP, f"{what}: newer than the coordinator's epoch {line.epoch}")
+            return Reason.QUARANTINED
         if not on_line:
-            return Judgement(Fate.FREE if view.begun else Fate.ROTATE, f"{what}: abandoned")
+            if shard.token.epoch > line.epoch:
+                return Reason.AHEAD
+            return Reason.ABANDONED if view.begun else Reason.LEFT
         if view.committed is not None and shard.step < view.committed.step:
-            return Judgement(Fate.FREE, f"{what}: step {view.committed.step} is committed")
-        if shard.token == head and (slot.dead or shard.step in view.dead):
-            return Judgement(Fate.FREE, f"{what}: dead")
-        if shard.token == head and not slot.reported:
-            return Judgement(Fate.ROTATE, f"{what}: not reported yet")
-        return Judgement(Fate.KEEP, f"{what}: waiting for the other ranks")
+            return Reason.SUPERSEDED
+        if shard.token == view.token:
+            if slot.dead or shard.step in view.dead:
+                return Reason.DEAD
+            if not slot.reported:
+                return Reason.UNREPORTED
+        return Reason.WAITING
 
-    def choose(self, line: Line, view: JobView | None) -> Slot | None:
+    def reason(self, slot: Slot, line: Line, view: JobView | None) -> Reason:
+        """Why the slot's content must be kept or may go. `view`: the coordinator's last word, None: nothing yet."""
+        state, shard = slot.state, slot.shard
+        if state is SlotState.FREE:
+            return Reason.EMPTY
+        if state is SlotState.FILLING:
+            return Reason.GRANTED
+        if state is SlotState.SEALED or shard is None:
+            return Reason.DIGESTING
+        if slot.persisting:
+            return Reason.PERSIST
+        if slot.sending:
+            return Reason.SEND
+        if view is None:
+            return Reason.UNHEARD
+        found = self.judge(shard, slot, line, view)
+        if found.fate is not Fate.KEEP and shard.step in view.persist and shard.token == view.token:
+            return Reason.PERSIST
+        return found
+
+    def fate(self, slot: Slot, line: Line, view: JobView | None) -> Fate:
+        """What may become of the slot."""
+        return self.reason(slot, line, view).fate
+
+    def why(self, slot: Slot, line: Line, view: JobView | None) -> str:
+        """The slot in words: content, and the reason why it is kept."""
+        reason = self.reason(slot, line, view)
+        if reason is Reason.EMPTY:
+            return reason.words
+        if reason is Reason.GRANTED:
+            return f"granted to {slot.writer} for {'its next step' if slot.step is None else f'step {slot.step}'}"
+        if slot.shard is None:
+            return reason.words
+        return f"step {slot.shard.step} of epoch {slot.shard.token.epoch}: {reason.words}"
+
+    def choose(self, line: Line, view: JobView | None, fitting: Collection[int] | None = None) -> Slot | None:
         """The slot to grant next: a free one, else abandoned content, else the oldest unreported step; None: none.
 
-        Retired slots are never chosen.
+        Retired slots are never chosen; with `fitting` only those slots are.
         """
-        usable = [s for s in self if not s.retired]
+        usable = [s for s in self if not s.retired and (fitting is None or s.index in fitting)]
         free = [s for s in usable if s.state is SlotState.FREE]
         if free:
             return min(free, key=lambda s: (s.generation, s.index))
-        rotating = [s for s in usable if self.fate(s, line, view).fate is not Fate.KEEP]
+        rotating = [s for s in usable if self.fate(s, line, view) is not Fate.KEEP]
         if not rotating:
             return None
 
@@ -233,12 +269,10 @@ class SlotTable:
 
     def describe(self, line: Line, view: JobView | None) -> list[str]:
         """One line a slot, for `baftd status`."""
-        lines = []
-        for slot in sorted(self, key=lambda s: s.index):
-            verdict = self.fate(slot, line, view)
-            text = verdict.why if slot.state is not SlotState.FREE else ""
-            lines.append(f"slot {slot.index}: {slot.state.name}{f' {text}' if text else ''}")
-        return lines
+        return [
+            f"slot {slot.index}: {slot.state.name} {self.why(slot, line, view)}"
+            for slot in sorted(self, key=lambda s: s.index)
+        ]
 
 
 # ---------------------------------------------------------------- journal
