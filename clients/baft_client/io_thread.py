@@ -368,6 +368,8 @@ class IoThread:
             if self._monitor is not None:
                 self._poller.unregister(self._monitor)
             self._socket.disable_monitor()
+            if self._monitor is not None:
+                self._monitor.close(0)
             self._socket.close(linger=int(linger * 1000))
             self._socket = self._monitor = None
         self._retry_later(why)

@@ -146,11 +146,12 @@ class ScriptedDaemon:
         try:
             while True:
                 incoming = await self.server.recv()
-                for reply in self._answer(incoming):
-                    self.server.send(incoming.peer, reply)  # type: ignore[arg-type]
                 with self.changed:
                     self.received.append(incoming.message)
+                    replies = self._answer(incoming)
                     self.changed.notify_all()
+                for reply in replies:
+                    self.server.send(incoming.peer, reply)  # type: ignore[arg-type]
         except asyncio.CancelledError:
             pass
         finally:
