@@ -135,7 +135,8 @@ def _is_torn(view: memoryview, at: int) -> bool:
     if len(rest) < HEADER_BYTES or len(written) < len(_START):
         return _START.startswith(written[: len(_START)])
     magic, version, _, length, _ = _HEADER.unpack_from(rest)
-    return magic == _MAGIC and version == _VERSION and length <= MAX_RECORD and HEADER_BYTES + length >= len(written)
+    begun = magic == _MAGIC and version == _VERSION and length <= MAX_RECORD
+    return bool(begun and HEADER_BYTES + length >= len(written))
 
 
 def _refuse_extension(code: int, data: bytes) -> Any:

@@ -184,7 +184,7 @@ class Journal:
         return self.size > REWRITE_BYTES and self.size > 2 * self._rewritten_size
 
     def append(self, *records: Record, sync: bool | None = None) -> None:
-        """Add records; when this returns they are in the file, with `sync` on the disk (None: as the journal was opened).
+        """Add records; when this returns they are in the file, with `sync` (None: as it was opened) on the disk.
 
         Raises NoRoom where the file system is full, OSError, FormatError for a record that is not plain data. After
         an error the journal is as before; if even that cannot be had, every append raises until `rewrite`.

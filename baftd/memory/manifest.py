@@ -263,6 +263,7 @@ class NodeManifest:
             key = self._key(source.tier, shard.checkpoint, shard.rank)
             self._held[key] = (check_incarnation(str(record["incarnation"])), Held(shard, source))
             self.highest_step = max(self.highest_step, shard.step)
+            self._written_step = max(self._written_step, shard.step)
         elif kind == "release":
             checkpoint = checkpoint_from(record["checkpoint"])
             if checkpoint is not None:

@@ -20,6 +20,7 @@ __all__ = ["CgroupLimit", "Headroom", "Readings", "Sum", "check", "read"]
 DOCKER_SHM = 64 << 20
 """Size of /dev/shm that Docker and Kubernetes give a container that does not ask for more."""
 _NO_LIMIT_V1 = 1 << 60
+_ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/davinci_manager")
 _TMPFS = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
@@ -40,7 +41,8 @@ class CgroupLimit:
 
 @dataclass(frozen=True)
 class Readings:
-    """What the machine says of itself. `fs_type` is "" where it is not known; `memlock` is -1 for unlimited."""
+    """What the machine says of itself. `fs_type` is "" where it is not known; `memlock` is -1 for unlimited.
+    `accelerator`: a GPU or NPU is there, whose driver pins the slots it copies into."""
 
     shm_dir: str
     fs_total: int
@@ -51,6 +53,7 @@ class Readings:
     swap_total: int = 0
     swap_free: int = 0
     memlock: int = -1
+    accelerator: bool = False
     cgroups: tuple[CgroupLimit, ...] = ()
 
 
@@ -150,10 +153,10 @@ def _warnings(found: Readings, need: Sum) -> list[str]:
         warnings.append(
             f"swap of {_size(found.swap_total)} is on: the kernel may swap slots out, and copies then wait for a disk."
         )
-    if 0 <= found.memlock < need.own:
+    if found.accelerator and 0 <= found.memlock < need.own:
         warnings.append(
-            f"memlock is {_size(found.memlock)}: slots of {_size(need.own)} cannot be pinned for a GPU. "
-            "Raise it (ulimit -l unlimited, LimitMEMLOCK=infinity) where GPUs are used."
+            f"memlock is {_size(found.memlock)}: slots of {_size(need.own)} cannot be pinned for the accelerator. "
+            "Raise it (ulimit -l unlimited, LimitMEMLOCK=infinity), for the training processes too."
         )
     return warnings
 
@@ -178,6 +181,7 @@ def read(shm_dir: str | os.PathLike[str], *, proc: str = "/proc", cgroup: str = 
         swap_total=memory.get("SwapTotal", 0),
         swap_free=memory.get("SwapFree", 0),
         memlock=-1 if soft == resource.RLIM_INFINITY else soft,
+        accelerator=any(map(os.path.exists, _ACCELERATORS)),
         cgroups=tuple(_cgroups(f"{proc}/self/cgroup", cgroup)),
     )
 
