@@ -91,7 +91,7 @@ class Decisions:
     def _finished(self, job: JobOnNode, news: Finished) -> None:
         step = news.checkpoint.step if news.checkpoint is not None else 0
         if news.tier == "durable":
-            path = self._path(job) if news.checkpoint is not None else ""
+            path = self._durable.path(job, news.checkpoint) if self._durable and news.checkpoint else ""
             job.log.info("finished", step=step, tier="durable", path=path)
             self._release(job)
             self._waiters.finished(job, Saved(step=step, tier="durable", path=path))

@@ -127,8 +127,8 @@ class Service:
             policy=Policy(
                 memory_every=settings.memory_every,
                 durable=tier is not None,
-                durable_steps=every.steps,
-                durable_seconds=every.seconds,
+                durable_steps=every.steps or None,
+                durable_seconds=every.seconds or None,
             ),
             files=JournalFiles(seams.journal_ops),
             random_bits=seams.random_bits,
