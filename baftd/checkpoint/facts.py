@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from baftd.checkpoint.identity import CheckpointId, Token
@@ -124,7 +125,7 @@ class ShardFacts:
     digests: bytes = b""
     replicas: tuple[tuple[bytes, bytes], ...] = ()
 
-    @property
+    @cached_property
     def checkpoint(self) -> CheckpointId:
         """(epoch, step) of the shard."""
         return CheckpointId(self.token.epoch, self.step)
@@ -334,12 +335,12 @@ class JobView:
         """The job's token; None before its first epoch."""
         return self.line[0].token if self.line else None
 
-    @property
+    @cached_property
     def restored(self) -> CheckpointId | None:
         """What the head epoch began from, for as long as it has committed nothing itself."""
         return None if not self.line or self.begun else self.line[0].parent
 
-    @property
+    @cached_property
     def begun(self) -> bool:
         """Whether the head epoch has committed a step of its own (at any tier)."""
         head = self.line[0].token.epoch if self.line else 0
