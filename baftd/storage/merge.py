@@ -112,13 +112,13 @@ class Merger:
         if itemsize is None:
             return f"elements of type {first.dtype} are not whole bytes"
         flat = len(first.ranges or ()) != len(shape) or any(len(p.entry.ranges or ()) != len(shape) for _, p in saved)
-        grid = (_count(shape),) if flat else shape
+        grid: tuple[int, ...] = (_count(shape),) if flat else shape
         pieces: dict[Box, tuple[Piece, bytes]] = {}
         for rank, placement in saved:
             box = tuple(placement.entry.ranges or ())
             if len(box) != len(grid):
                 return "some ranks saved ranges of it, others of its flattened form"
-            if not placement.nbytes and prod(grid):
+            if not placement.nbytes and _count(grid):
                 continue  # nothing of it fell to this rank
             digests = self.digests_of(rank, placement)
             known = pieces.get(box)

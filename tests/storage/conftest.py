@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A directory on tmpfs, for slots."""
-    with tempfile.TemporaryDirectory(prefix="baftd-test-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix=f"baftd-test-{os.getpid()}-", dir="/dev/shm") as directory:
         yield Path(directory)
 
 
