@@ -1,0 +1,130 @@
+"""Figures of the copy engine alone: speed into a slot, digests, the gate, the canary."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+from _report import Report, interleave, median, ratio, timed
+
+from baft_client.engine import CopyEngine, EngineState, Segment, load_engine
+
+__all__ = ["copying", "pattern", "shared_memory"]
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def pattern(nbytes: int) -> Bytes:
+    """Bytes that no part of the machine can take a short cut for."""
+    words = np.arange(-(-nbytes // 8), dtype=np.uint64)
+    words *= np.uint64(0x9E3779B97F4A7C15)
+    return words.view(np.uint8)[:nbytes]
+
+
+@contextmanager
+def shared_memory(nbytes: int, directory: str = "/dev/shm") -> Iterator[Bytes]:
+    """A prefaulted, nameless file on tmpfs, mapped: what a slot is."""
+    fd, name = tempfile.mkstemp(prefix=f"baftd-bench-{os.getpid()}-", dir=directory)
+    os.unlink(name)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        mapped = mmap.mmap(fd, nbytes)
+    finally:
+        os.close(fd)
+    view = np.frombuffer(mapped, dtype=np.uint8)
+    del mapped  # goes with the last view of it
+    view[:] = 1
+    yield view
+
+
+def copying(report: Report, *, nbytes: int, rounds: int) -> None:
+    """Add copy_ratio, digest_gbps, restore_copy_ratio and what the gate and the canary cost."""
+    engine = load_engine(None)
+    report.note(f"copy engine: {engine.name}, digests: {'its own' if engine.digests else 'the daemon'}")
+    try:
+        with shared_memory(nbytes) as slot:
+            _speeds(report, engine, slot, rounds)
+        _gate(report, engine, min(nbytes, 64 << 20), rounds)
+        _canary(report, engine, 1000 if nbytes >= 256 << 20 else 100, rounds)
+    finally:
+        engine.stop()
+
+
+def _speeds(report: Report, engine: CopyEngine, slot: Bytes, rounds: int) -> None:
+    state = pattern(slot.nbytes)
+    source, place, size = state.ctypes.data, slot.ctypes.data, slot.nbytes
+    share = max(1, size // 100 // 4096 * 4096)  # a hundred tensors
+    table = engine.prepare([Segment(source + at, at, min(share, size - at)) for at in range(0, size, share)])
+
+    def in_window() -> float:
+        """Through an open gate, by the engine's thread alone."""
+        engine.start(place, size, table)
+        began = time.perf_counter()
+        engine.open()
+        while engine.state != EngineState.DONE:
+            time.sleep(0.0001)
+        took = time.perf_counter() - began
+        engine.close_window()
+        return took
+
+    def flushed() -> float:
+        engine.start(place, size, table)
+        return timed(lambda: engine.flush(60.0))
+
+    times = interleave(
+        {
+            "numpy": lambda: timed(lambda: np.copyto(slot, state)),
+            "window": in_window,
+            "flush": flushed,
+            "digest": lambda: timed(lambda: engine.digest(place, size)),
+        },
+        rounds,
+    )
+    report.add("copy_ratio", ratio(times["numpy"], times["window"]), unit="", goal=0.9, better="higher",
+               how="the engine's thread into a prefaulted slot, digest included, against numpy.copyto")  # fmt: skip
+    report.add("flush_ratio", ratio(times["numpy"], times["flush"]), unit="", goal=None, better="higher",
+               how="the same with everything left to the fence, where the training thread helps")  # fmt: skip
+    report.add("copy_gbps", median([size / t / 1e9 for t in times["window"]]), unit="GB/s", goal=None, better="higher",
+               how="the engine's copy with digest")  # fmt: skip
+    report.add("digest_gbps", median([size / t / 1e9 for t in times["digest"]]), unit="GB/s", goal=None,
+               better="higher", how="xxh3-128 of the slot, one thread")  # fmt: skip
+
+
+def _gate(report: Report, engine: CopyEngine, nbytes: int, rounds: int) -> None:
+    source, target = pattern(nbytes), np.ones(nbytes, dtype=np.uint8)
+    table = engine.prepare([Segment(source.ctypes.data, 0, nbytes)])
+    late: list[float] = []
+    for _ in range(20 * rounds):
+        if engine.state in (EngineState.DONE, EngineState.IDLE):
+            engine.start(target.ctypes.data, nbytes, table)
+        engine.open()
+        until = time.perf_counter() + 0.0003
+        while time.perf_counter() < until:
+            time.sleep(0)
+        began = time.perf_counter()
+        engine.close_window()
+        while engine.state == EngineState.COPYING:
+            time.sleep(0)
+        late.append((time.perf_counter() - began) * 1e6)
+    engine.cancel()
+    report.add("gate_close_us", median(late), unit="us", goal=200.0, better="lower",
+               how="from closing the gate in mid-copy until the engine's thread has stopped")  # fmt: skip
+
+
+def _canary(report: Report, engine: CopyEngine, tensors: int, rounds: int) -> None:
+    arrays = [pattern(256 << 10) for _ in range(tensors)]
+    table = engine.prepare([Segment(a.ctypes.data, i << 18, a.nbytes, 4) for i, a in enumerate(arrays)])
+    other = np.ones(64 << 20, dtype=np.uint8)
+
+    def cold() -> float:
+        other[:] += np.uint8(1)  # larger than the caches: the samples have to come from memory, as at a boundary
+        return timed(lambda: engine.canary(table)) * 1e3
+
+    report.add("canary_ms", median([cold() for _ in range(3 * rounds)]), unit="ms", goal=None, better="lower",
+               how=f"16 elements of each of {tensors} tensors, caches cold; once at begin, once at the fence")  # fmt: skip
