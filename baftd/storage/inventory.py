@@ -39,18 +39,17 @@ class Inventory:
     path: str
 
     def describe(self) -> DurableCheckpoint | None:
-        """What is there; None when there is no such directory. Raises `OSError` when it cannot be listed."""
+        """What is there; None when there is no such directory. One that cannot be read is damaged, with the reason:
+        it must not hide the others."""
+        found = DurableCheckpoint(job=self.job, checkpoint=self.checkpoint, state="incomplete", path=self.path)
         try:
             names = self.ops.listdir(self.path)
         except FileNotFoundError:
             return None
-        found = DurableCheckpoint(
-            job=self.job,
-            checkpoint=self.checkpoint,
-            state="incomplete",
-            path=self.path,
-            being_written=any(self.writer.is_live(name) for name in names if is_temporary(name)),
-        )
+        except OSError as error:
+            return replace(found, state="damaged", reason=f"{self.path}: {error.strerror}")
+        being_written = any(self.writer.is_live(name) for name in names if is_temporary(name))
+        found = replace(found, being_written=being_written)
         if CHECKPOINT_MANIFEST not in names:
             return self._incomplete(found, names)
         try:

@@ -47,6 +47,8 @@ class Removal:
             names = self.ops.listdir(directory)
         except FileNotFoundError:
             return 0
+        except NotADirectoryError:
+            names = []  # a file of that name goes too
         if CHECKPOINT_MANIFEST in names:
             self._unlink(f"{directory}/{CHECKPOINT_MANIFEST}")
             self.ops.fsync_directory(directory)
@@ -111,6 +113,8 @@ class Removal:
             names = self.ops.listdir(directory)
         except FileNotFoundError:
             return 0
+        except NotADirectoryError:
+            return self._unlink(directory)
         freed = sum(self._unlink(f"{directory}/{name}") for name in names)
         with contextlib.suppress(FileNotFoundError):  # another node was faster
             self.ops.rmdir(directory)
