@@ -52,6 +52,7 @@ from baftd.wire.messages import (
     Begin,
     Declared,
     Finish,
+    Grant,
     Leave,
     Save,
     Saved,
@@ -107,6 +108,8 @@ class Session:
         self._skips = Skips(self._standing, self.counters, strict=strict, post=self._link.post)
         self._phase: Literal["attached", "restoring", "training", "over"] = "attached"
         self._snapshot: Snapshot | None = None
+        self._grant: Grant | None = None
+        """Taken for a snapshot that has not begun yet."""
         self._step = 0
         self._last_sealed = 0
         self._pausing = 0
@@ -300,7 +303,7 @@ class Session:
                 return skip(step, problem[0], str(problem[1]), problem[1])
         writer = self._layout.writer
         assert writer is not None
-        grant = self._standing.take_grant()
+        grant = self._grant = self._standing.take_grant()
         if grant is None:
             return skip(step, "no_slot", self._standing.no_grant or "the daemon has granted no slot yet", Degraded)
         if not writer.owns(grant.slot):
@@ -318,6 +321,7 @@ class Session:
             now=began,
             audit=self._audit > 0 and self.counters.began % self._audit == 0,
         )
+        self._grant = None
         self._layout.page(step=step, updates=updates)
         self.counters.began += 1
         self._snapshot.held = self._clock() - began
@@ -369,13 +373,14 @@ class Session:
         snapshot, writer, token = self._snapshot, self._layout.writer, self._standing.token
         assert snapshot is not None
         assert writer is not None
-        self._snapshot = None
         began = self._clock()
         if self.fenced or token is None:
+            self._snapshot = None
             writer.cancel()
             return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
         deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
         result = writer.seal(snapshot, updates=updates, deadline=deadline)
+        self._snapshot = None
         self.counters.audits += snapshot.audited is not None
         now = self._clock()
         self.counters.held_seconds += now - began
@@ -456,10 +461,11 @@ class Session:
         try:
             return work()
         except Exception as error:  # noqa: BLE001 - weak by default: counted, logged, raised at the next call if strict
-            snapshot, self._snapshot = self._snapshot, None
+            begun = self._snapshot or self._grant
+            self._snapshot = self._grant = None
             with contextlib.suppress(BaftError):
                 self._layout.cancel()
-            return self._skips.failed(self._step, error, snapshot)
+            return self._skips.failed(self._step, error, begun)
 
     def _check_usable(self) -> None:
         if self._phase == "over":

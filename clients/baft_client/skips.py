@@ -9,7 +9,7 @@ from baft_client.source import Counters, Outcome, OutcomeKind
 from baft_client.standing import Standing
 from baftd.errors import BaftError
 from baftd.telemetry import get_logger
-from baftd.wire.messages import Skip
+from baftd.wire.messages import Grant, Skip
 
 __all__ = ["Skips"]
 
@@ -36,7 +36,7 @@ class Skips:
         error: type[BaftError] | BaftError | None = None,
         *,
         torn: bool = False,
-        begun: Snapshot | None = None,
+        begun: Snapshot | Grant | None = None,
     ) -> Outcome:
         """There is no snapshot of `step`.
 
@@ -46,7 +46,7 @@ class Skips:
             reason: a sentence for people.
             error: what a strict session raises at its next call; a class is made into an error from the reason.
             torn: the state changed under the copy.
-            begun: the snapshot that was in progress.
+            begun: the snapshot that was in progress, or the grant that was used up for it.
         """
         counted = self._counters.skipped
         counted[kind] = counted.get(kind, 0) + 1
@@ -73,7 +73,7 @@ class Skips:
             self._pending = error
         return Outcome(OutcomeKind.SKIPPED, step, f"{kind}: {reason}")
 
-    def failed(self, step: int, error: Exception, begun: Snapshot | None) -> Outcome:
+    def failed(self, step: int, error: Exception, begun: Snapshot | Grant | None) -> Outcome:
         """A part of a boundary or a fence raised."""
         if isinstance(error, BaftError):
             return self.skip(step, error.code, str(error), error, begun=begun)
