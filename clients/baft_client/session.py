@@ -106,7 +106,7 @@ class Session:
         self._standing.link = self._link
         self._joining = Joining(settings, self._standing, self._link, prefer=self._prefer, clock=clock)
         self._skips = Skips(self._standing, self.counters, strict=strict, post=self._link.post)
-        self._phase: Literal["attached", "restoring", "training", "over"] = "attached"
+        self._phase: Literal["attached", "restoring", "training", "over", "forked"] = "attached"
         self._snapshot: Snapshot | None = None
         self._grant: Grant | None = None
         """Taken for a snapshot that has not begun yet."""
@@ -265,6 +265,8 @@ class Session:
         Raises:
             BaftError: with `strict`, what a former call skipped over.
         """
+        if self._phase == "forked":
+            return Outcome(OutcomeKind.SKIPPED, step, "forked: this is a child of the training process")
         self._check_usable()
         if self._phase != "training":
             raise UsageError("a boundary came before resume() and restored(), or after finish().")
@@ -365,7 +367,7 @@ class Session:
             BaftError: with `strict`, what a former call skipped over.
         """
         self._skips.raise_pending()
-        if self._phase == "over" or self._snapshot is None:
+        if self._snapshot is None:
             return Outcome(OutcomeKind.NOTHING, self._step)
         return self._guard(lambda: self._seal(updates))
 
@@ -468,8 +470,9 @@ class Session:
             return self._skips.failed(self._step, error, begun)
 
     def _check_usable(self) -> None:
-        if self._phase == "over":
-            raise UsageError(f"the session of job {self.job}, rank {self.rank}, is over.")
+        if self._phase in ("over", "forked"):
+            why = "is over" if self._phase == "over" else "belongs to the parent of this forked process"
+            raise UsageError(f"the session of job {self.job}, rank {self.rank}, {why}.")
 
     # ------------------------------------------------------------------------------------ ending
 
@@ -516,7 +519,7 @@ class Session:
         Raises:
             BaftError: with `strict`.
         """
-        if self._phase == "over":
+        if self._phase in ("over", "forked"):
             return None
         try:
             if self._phase == "training":
@@ -546,7 +549,7 @@ class Session:
 
     def leave(self, reason: str = "") -> None:
         """End without finishing: every slot stays. Waits two seconds for the daemon at most; never raises."""
-        if self._phase == "over":
+        if self._phase in ("over", "forked"):
             return
         with contextlib.suppress(BaftError):
             self.cancel(f"the process leaves: {reason}" if reason else "the process leaves")
@@ -571,8 +574,8 @@ class Session:
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop everything inherited, speak to nobody, let the child live. Takes no lock."""
-        self._phase = "over"
-        self._snapshot = None
+        self._phase = "forked"
+        self._snapshot = self._grant = None
         self._link.abandon_in_child()
         self._standing.abandon_in_child()
         self._joining.abandon_in_child()
