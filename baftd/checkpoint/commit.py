@@ -46,6 +46,7 @@ __all__ = [
     "Finished",
     "JobCoordinator",
     "Joined",
+    "NotJoined",
     "Part",
     "Policy",
     "Publish",
@@ -98,6 +99,14 @@ class Joined:
     incarnation: str
     accepted: bool
     view: JobView
+
+
+@dataclass(frozen=True)
+class NotJoined:
+    """Answer to `poll`: the node has not joined this coordinator, or was taken for lost."""
+
+    node: str
+    incarnation: str
 
 
 @dataclass(frozen=True)
@@ -168,7 +177,17 @@ class Finished:
 
 
 CoordinatorInstruction: TypeAlias = (
-    Answer | Publish | Joined | Committed | Withdrawn | Dead | Quarantined | WriteManifest | Retain | Finished
+    Answer
+    | Publish
+    | Joined
+    | NotJoined
+    | Committed
+    | Withdrawn
+    | Dead
+    | Quarantined
+    | WriteManifest
+    | Retain
+    | Finished
 )
 
 
@@ -347,6 +366,12 @@ class JobCoordinator:
         announce.append(Joined(node, incarnation, True, self.view))
         announce.append(Publish(self.view))
         return Ready(records, tuple(announce))
+
+    def poll(self, node: str, incarnation: str) -> Ready[CoordinatorInstruction]:
+        """A node asks how things stand (its heartbeat): the view, or that it must join again."""
+        if self._nodes.get(node) == incarnation:
+            return Ready((), (Joined(node, incarnation, True, self.view),))
+        return Ready((), (NotJoined(node, incarnation),))
 
     def learn(self, inventory: Inventory, now: float) -> Ready[CoordinatorInstruction]:
         """What an inventory that is not a node's (a durable directory's manifests) proves to have been."""

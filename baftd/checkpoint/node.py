@@ -393,11 +393,19 @@ class NodeJob:
     def joined(self, view: JobView) -> Ready[NodeInstruction]:
         """The coordinator has taken this node in (again): all that is owed is sent."""
         out = _Out()
-        self._joined = True
         self._away = False
         self._take_view(view, out)
-        self._send_owed(out)
+        if view.store == self._store:  # else it is the late word of a coordinator that is no more
+            self._joined = True
+            self._send_owed(out)
         return self._settle(out)
+
+    def not_joined(self) -> Ready[NodeInstruction]:
+        """The coordinator says that it does not know this node (any more)."""
+        out = _Out()
+        self._joined = False
+        out.announce.append(SendJoin(self.inventory()))
+        return out.ready()
 
     def away(self) -> Ready[NodeInstruction]:
         """The coordinator does not answer. Training goes on in the slots that may rotate."""
