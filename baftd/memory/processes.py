@@ -90,7 +90,7 @@ class ProcessHandle:
     def open(cls, pid: int, start: int) -> ProcessHandle | None:
         """A handle on the process `pid` that began at `start`; None if that process is gone (the PID may be another's).
 
-        Raises OSError where the kernel has no pidfd (before 5.3, or forbidden).
+        Raises OSError where the kernel has no pidfd (before 5.3, or forbidden) or hides the process from us in /proc.
         """
         if pid <= 0:
             return None
@@ -103,10 +103,15 @@ class ProcessHandle:
                 return None
             raise
         # Only now, while the handle keeps the PID from being given away, does the start time prove who it is.
-        if start_time(pid) != start:
-            os.close(fd)
-            return None
-        return cls(pid, start, fd)
+        handle = cls(pid, start, fd)
+        found = start_time(pid)
+        if found == start:
+            return handle
+        hidden = found is None and handle.alive()
+        handle.close()
+        if hidden:
+            raise PermissionError(errno.EACCES, f"/proc does not show process {pid} (mounted with hidepid?)")
+        return None
 
     def alive(self) -> bool:
         """Whether the process still runs."""

@@ -79,14 +79,18 @@ class SlotFile:
     ) -> SlotFile:
         """Make a slot for images of at most `image_capacity` bytes and reserve all its memory; it begins FREE.
 
-        Pages are reserved, not yet touched: see `prefault`. Raises NoRoom with nothing left behind; FileExistsError.
+        Pages are reserved, not yet touched: see `prefault`. The name appears when the slot is complete; a process that
+        dies before leaves nothing. Raises NoRoom with nothing left behind; FileExistsError.
         """
         path = os.fspath(path)
         if image_capacity <= 0:
             raise UsageError(f"a slot for images of {image_capacity} bytes makes no sense.")
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         size = file_size(image_capacity)
+        named = False
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+            fd, named = _new_file(path, mode)
         except OSError as error:
             if error.errno in _FULL:
                 raise NoRoom(
@@ -100,10 +104,11 @@ class SlotFile:
                 for offset in range(0, size, RESERVE_STEP):
                     os.posix_fallocate(fd, offset, min(RESERVE_STEP, size - offset))
             _write(fd, MAGIC + pack_state(SlotState.FREE, 0), 0)
+            if not named:
+                _give_name(fd, path)
         except OSError as error:
             room = _room(fd)
-            os.unlink(path)
-            os.close(fd)
+            _abandon(fd, path if named else None)
             if error.errno in _FULL:
                 raise NoRoom(
                     f"slot {path} needs {size / 1e6:.1f} MB, but {room} ({error.strerror}).",
@@ -112,8 +117,7 @@ class SlotFile:
                 ) from error
             raise
         except BaseException:
-            os.unlink(path)
-            os.close(fd)
+            _abandon(fd, path if named else None)
             raise
         return cls(path, fd, size, writable=True)
 
@@ -326,6 +330,34 @@ class SlotFile:
             return int(self.image().ctypes.data) - IMAGE_OFFSET
         first = ctypes.c_char.from_buffer(mapped)
         return ctypes.addressof(first)
+
+
+def _new_file(path: str, mode: int) -> tuple[int, bool]:
+    """(descriptor, whether it has its name already): a file without a name where the system knows such."""
+    if os.path.exists("/proc/self/fd"):
+        try:
+            return os.open(os.path.dirname(path) or ".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, mode), False
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), True
+
+
+def _give_name(fd: int, path: str) -> None:
+    """Link a file without a name. Raises FileExistsError: nobody's file is ever replaced."""
+    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        # Only with a directory does Python let the kernel follow /proc's link to the file.
+        os.link(f"/proc/self/fd/{fd}", os.path.basename(path), src_dir_fd=directory, dst_dir_fd=directory)
+    finally:
+        os.close(directory)
+
+
+def _abandon(fd: int, path: str | None) -> None:
+    if path is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    os.close(fd)
 
 
 def _write(fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:

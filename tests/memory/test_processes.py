@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from baftd.errors import UsageError
+from baftd.memory import processes
 from baftd.memory.processes import (
     Heartbeat,
     LockWatch,
@@ -100,6 +101,19 @@ def test_a_pid_that_was_given_away_is_gone() -> None:
     assert ProcessHandle.open(pid, 1) is None
     assert ProcessHandle.open(0, 1) is None
     assert ProcessHandle.open(-5, 1) is None
+
+
+def test_a_process_that_proc_hides_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "start_time", lambda pid: None)
+    with child() as pid:
+        with pytest.raises(PermissionError, match="hidepid"):
+            ProcessHandle.open(pid, 5)
+        watched = watch(pid, 5, lock_path=None, clock=lambda: 0.0, timeout=1)
+        assert watched is not None
+        assert watched.how == "heartbeat"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert ProcessHandle.open(pid, 5) is None
 
 
 def test_boot_id_is_that_of_the_kernel() -> None:

@@ -98,6 +98,57 @@ def test_without_inodes_the_reason_is_named(tmp_path: Path) -> None:
         assert "nr_inodes" in caught.value.hint
 
 
+@pytest.fixture(params=["unnamed files", "named files"])
+def making(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways to make a file: with O_TMPFILE, and where the file system has no such thing."""
+    if request.param == "named files":
+        real = os.open
+
+        def without(path: str, flags: int, mode: int = 0o777, **more: int) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, "no")
+            return real(path, flags, mode, **more)
+
+        monkeypatch.setattr(os, "open", without)
+
+
+@pytest.mark.usefixtures("making")
+def test_slots_are_made_with_and_without_unnamed_files(shm: Path) -> None:
+    with SlotFile.create(shm / "slot", MIB) as slot:
+        assert stat.S_IMODE(os.stat(shm / "slot").st_mode) == 0o600
+        assert os.stat(shm / "slot").st_nlink == 1
+        assert slot.read_header() is None
+        with pytest.raises(FileExistsError):
+            SlotFile.create(shm / "slot", MIB)
+    assert os.listdir(shm) == ["slot"]
+
+
+def test_a_name_taken_meanwhile_is_not_replaced(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+
+    def slow(*arguments: int) -> None:
+        (shm / "slot").write_text("somebody was faster")
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", slow)
+    with pytest.raises(FileExistsError):
+        SlotFile.create(shm / "slot", MIB)
+    assert (shm / "slot").read_text() == "somebody was faster"
+
+
+def test_killed_while_making_a_slot_leaves_nothing(shm: Path) -> None:
+    for function in ("posix_fallocate", "pwrite", "link"):
+        pid = os.fork()
+        if pid == 0:
+            setattr(os, function, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            SlotFile.create(shm / "slot", MIB)
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        assert os.listdir(shm) == []
+
+
+@pytest.mark.usefixtures("making")
 def test_an_unexpected_error_leaves_nothing(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "broken")
