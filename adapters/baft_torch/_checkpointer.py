@@ -296,8 +296,9 @@ class Checkpointer:
         load(image, self._state, small)
         self._extra.load(small.get("extra", {}))
         put_back = self._put_back(small["rng"])
-        put_back()
-        if self._loader is not None:
+        if self._loader is None:
+            put_back()
+        else:
             self._loader.load(small["loader"], put_back)
 
     def _put_back(self, saved: Mapping[str, Any]) -> Callable[[], None]:

@@ -8,7 +8,7 @@ then sees the numbers that the uninterrupted run saw.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,24 +36,24 @@ class LoaderState:
             )
 
     def generators(self) -> dict[str, torch.Generator]:
-        """Generators that the loader was given: they belong to the state of random numbers."""
-        found = {"loader": getattr(self._loader, "generator", None)}
-        sampler = getattr(self._loader, "sampler", None)
-        plain = type(sampler).__module__.startswith("torch.utils.data")
-        if plain and not callable(getattr(sampler, "state_dict", None)):
-            found["sampler"] = getattr(sampler, "generator", None)
+        """Generators of the loader and its sampler: they belong to the state of random numbers."""
+        found = {
+            "loader": getattr(self._loader, "generator", None),
+            "sampler": getattr(getattr(self._loader, "sampler", None), "generator", None),
+        }
         return {name: each for name, each in found.items() if isinstance(each, torch.Generator)}
 
-    def state(self) -> object:
+    def state(self) -> dict[str, object]:
         """Where the loader is: the batches it has handed out, and no further."""
         if _is_untouched(self._loader):
             # Asking it would make its iterator, which draws random numbers that training would not have drawn.
             state = getattr(self._loader, "next_iter_state", None)
-            return None if state is None else to_tree(state, "dataloader")
-        return to_tree(self._loader.state_dict(), "dataloader")
+            return {"iterated": False, "position": None if state is None else to_tree(state, "dataloader")}
+        return {"iterated": True, "position": to_tree(self._loader.state_dict(), "dataloader")}
 
-    def load(self, state: object, put_back: Callable[[], None]) -> None:
-        """Set the position and call `put_back` (which restores random numbers) once the next iterator exists.
+    def load(self, saved: Mapping[str, Any], put_back: Callable[[], None]) -> None:
+        """Set the position. `put_back`, which restores random numbers, is called now, and again when the next iterator
+        exists, if one existed when the state was saved.
 
         Raises UsageError if an iterator exists already: it would go on from where it is.
         """
@@ -62,9 +62,11 @@ class LoaderState:
                 "the data loader was iterated before resume(), so its position cannot be set.",
                 hint="Call iter(dataloader) after ckpt.resume().",
             )
-        if state is not None:
-            self._loader.load_state_dict(from_tree(state))
-        self._arm(put_back)
+        if saved["position"] is not None:
+            self._loader.load_state_dict(from_tree(saved["position"]))
+        put_back()
+        if saved["iterated"]:
+            self._arm(put_back)
 
     def disarm(self) -> None:
         """Forget `put_back`: training has begun, so whatever iterator comes next is made by training itself."""
@@ -91,7 +93,6 @@ class LoaderState:
         kind = type(loader)
         begin = getattr(kind, "__iter__", None)
         if begin is None:  # never iterated
-            put_back()
             return
 
         def iterate(which: Any) -> Any:
@@ -113,7 +114,6 @@ class LoaderState:
         try:
             kind.__iter__ = iterate
         except (AttributeError, TypeError):  # a type that cannot be patched
-            put_back()
             return
         self._disarm = disarm
 
