@@ -553,7 +553,10 @@ class NodeJob:
             for step in wanted:
                 if client.token != token or self._settled_durable(rank, step):
                     continue
-                if step not in self._table(rank).held(token):
+                # Not `held`: a step that is superseded in memory meanwhile is still there, pinned by its durable write.
+                if not any(
+                    s.shard is not None and (s.shard.token, s.shard.step) == (token, step) for s in self._table(rank)
+                ):
                     self._fail_durable(rank, step, f"node {self.node} holds no verified shard of it", out)
 
     def _settled_durable(self, rank: int, step: int) -> bool:
