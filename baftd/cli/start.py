@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import os
 import resource
+import signal
 import stat
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def _serve(settings: Settings, *, detached: bool) -> int:
     )
     if detached:
         os.chdir("/")  # keeps no file system busy
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the end of somebody's login is not the end of the daemon
     from baftd.daemon.service import run_daemon
 
     run_daemon(settings)
