@@ -86,7 +86,7 @@ class Bench:
         return record
 
     def plain(self) -> float:
-        """The same bytes with O_DIRECT, 16 MiB at a time, two threads, preallocated, synced: nothing checked or named."""
+        """The same bytes with O_DIRECT, 16 MiB at a time, two threads, preallocated, synced; nothing checked."""
         window = memoryview(mmap.mmap(self.slot, HEADER + self.nbytes, prot=mmap.PROT_READ))[HEADER:]
         return self.measured("plain", lambda: self.write_directly(window))
 
@@ -197,7 +197,7 @@ def durable(report: Report, *, nbytes: int, rounds: int, directory: str | None =
             unit="",
             goal=0.9,
             better="higher",
-            how=f"{size:.2f} GB shard: bare O_DIRECT write of 2 threads, fsync / write_shard + commit, digests included",
+            how=f"{size:.2f} GB: bare O_DIRECT write of 2 threads + fsync / write_shard + commit, digests included",
         )
         report.add(
             "durable_gbps",
