@@ -7,6 +7,7 @@ warning and a counter, never a training step.
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterable
 
@@ -113,8 +114,9 @@ class DurableWriter:
         text = str(error)
         self.last_failure[job.name] = text
         job.counters.add("durable_failed")
-        again = self._warned.get(job.name) == text
-        self._warned[job.name] = text
+        kind = re.sub(r"[0-9]+", "#", text)  # the same trouble at another step
+        again = self._warned.get(job.name) == kind
+        self._warned[job.name] = kind
         say = job.log.debug if again else job.log.warning  # the same reason is said once, and counted
         say("durable_write_failed", rank=rank, step=checkpoint.step, why=text, note="training goes on")
         failure = error if isinstance(error, BaftError) else Degraded(f"durable write of {checkpoint} failed: {error}.")

@@ -357,6 +357,11 @@ class JobOnNode:
             and held.writer == writer
         )
 
+    def granted_to_others(self, writer: Writer, rank: int) -> set[int]:
+        """Slots of the rank that another process may be writing to."""
+        table = self.core.tables.get(rank)
+        return {slot.index for slot in table or () if slot.state is SlotState.FILLING and slot.writer != writer}
+
     def adopted(self, writer: Writer) -> None:
         """A process that held a slot when the daemon started has come back: it is watched as a client now."""
         orphan = self.orphans.pop(writer, None)

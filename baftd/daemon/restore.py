@@ -20,7 +20,7 @@ from baftd.checkpoint.shard import small_room_for
 from baftd.daemon.context import Context
 from baftd.daemon.digesting import NO_PLACE, shard_of_fetch
 from baftd.daemon.job import JobOnNode
-from baftd.errors import BaftError, NoRoom, UsageError, VerificationFailed
+from baftd.errors import BaftError, Fenced, NoRoom, UsageError, VerificationFailed
 from baftd.memory import preflight
 from baftd.memory.header import SlotHeader, SlotState
 from baftd.memory.slot_file import IMAGE_OFFSET, file_size
@@ -83,8 +83,13 @@ class Restorer:
         found = [job.core.inventory()]
         tier = self._context.tier
         if tier is not None:
-            durable = await self._context.workers.urgent(lambda: list(tier.list(job.name)))
-            found.append(durable_inventory(durable, self._context.node))
+            try:
+                durable = await self._context.workers.urgent(lambda: list(tier.list(job.name)))
+            except (BaftError, OSError) as error:
+                # A directory that cannot be read must not keep a job from what lies in memory.
+                job.log.warning("durable_unreadable", why=str(error))
+            else:
+                found.append(durable_inventory(durable, self._context.node))
         return found
 
     async def plan(
@@ -131,7 +136,12 @@ class Restorer:
         if token is None or token.incarnation != incarnation:
             raise UsageError(f"job {job.name}: another start has taken over.")
         if self._context.tier is not None:
-            await self._context.workers.urgent(self._context.tier.open_epoch, job.name, token)
+            try:
+                await self._context.workers.urgent(self._context.tier.open_epoch, job.name, token)
+            except Fenced:
+                raise
+            except (BaftError, OSError) as error:  # every durable write fences by itself, before it writes
+                job.log.warning("durable_not_fenced", why=str(error))
         return token, chosen
 
     async def bring(

@@ -108,13 +108,14 @@ class Trainer:
         )
         job.files.layouts[layout.tree_digest] = layout
         async with self._context.provisioning:
+            taken = job.granted_to_others(job.writer_of(client), client.rank)
             try:
-                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, message.numa_node)
+                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
             except NoRoom:
                 make_room = self._context.make_room
                 if make_room is None or not await make_room(self._count() * file_size(layout.capacity)):
                     raise
-                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, message.numa_node)
+                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
         record = layout_record(client, token, layout, slots)
         if job.layouts.get(client.rank) != record:
@@ -171,15 +172,18 @@ class Trainer:
         slots = self._context.settings.slots
         return slots if isinstance(slots, int) else (4 if self._context.tier is not None else 3)
 
-    def _lay_out(self, job: JobOnNode, rank: int, layout: ImageLayout, numa_node: int) -> tuple[list[int], list[int]]:
+    def _lay_out(
+        self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int], numa_node: int
+    ) -> tuple[list[int], list[int]]:
         """(slots of the layout, those of them whose pages are not touched yet). The first free one is touched."""
         settings, count = self._context.settings, self._count()
         capacity = file_size(layout.capacity) - IMAGE_OFFSET
         # A slot of a former layout serves as well when it is large enough, and not so large that memory is wasted.
+        # One that a process of an older start may still write to is given to nobody, however long that lives.
         present = [
             slot
             for slot, room in job.files.find(rank).items()
-            if capacity <= room <= capacity + capacity // 4 + (1 << 20)
+            if capacity <= room <= capacity + capacity // 4 + (1 << 20) and slot not in taken
         ]
         slots = present[:count]
         missing = count - len(slots)

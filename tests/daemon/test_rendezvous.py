@@ -30,7 +30,7 @@ def test_all_ranks_complete_it_once() -> None:
     arrive(rendezvous, 0, 2, fresh=True)
     assert rendezvous.check(1.0, None) == (Completed(A, 2, (0, 1), fresh=True, takeover=False),)
     assert rendezvous.check(2.0, None) == ()
-    rendezvous.retry(A, 2.0)
+    rendezvous.retry(A)
     assert isinstance(rendezvous.check(2.0, None)[0], Completed)
 
 

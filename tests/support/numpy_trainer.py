@@ -1,0 +1,271 @@
+"""A deterministic training process of plain arrays, run as a script; and the handle by which a test drives it.
+
+State after step k can be computed here without training (`state_digest`), so that every restore can be compared with
+what the uninterrupted run had. The script writes one JSON line for each event.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.daemon import ROOT, RunDirs
+
+ARRAYS = 4
+ELEMENTS = 6000
+
+
+def fresh_state(arrays: int = ARRAYS, elements: int = ELEMENTS) -> dict[str, npt.NDArray[np.float64]]:
+    """What training begins with."""
+    return {f"layer{i}.weight": np.arange(elements, dtype=np.float64) * (i + 1) / 7 for i in range(arrays)}
+
+
+def update(state: dict[str, npt.NDArray[np.float64]], step: int, rank: int) -> None:
+    """One training step, in place."""
+    for number, array in enumerate(state.values()):
+        array *= 0.999
+        array += (step + 1) * 0.01 + number + rank * 0.5
+
+
+def digest(state: dict[str, npt.NDArray[np.float64]]) -> str:
+    """Of all bytes."""
+    found = hashlib.sha256()
+    for name in sorted(state):
+        found.update(state[name].tobytes())
+    return found.hexdigest()[:24]
+
+
+def state_digest(step: int, rank: int = 0, arrays: int = ARRAYS, elements: int = ELEMENTS) -> str:
+    """What an uninterrupted run has after `step` steps."""
+    state = fresh_state(arrays, elements)
+    for number in range(step):
+        update(state, number, rank)
+    return digest(state)
+
+
+# ---------------------------------------------------------------------------------------------- the process
+
+
+def main() -> None:
+    """The script. Options come as JSON in the first argument; see `TrainerProcess`."""
+    from baft_client.arrays import attach_arrays
+    from baft_client.engine import EngineHooks
+
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    kill: dict[str, int] = options.get("kill") or {}
+    rank = int(os.environ.get("RANK", "0"))
+    state = fresh_state(options["arrays"], options["elements"])
+    session: dict[str, Any] = {}
+    if "chunk" in kill:
+        session["engine_hooks"] = EngineHooks(hold=True)
+    if options.get("engine"):
+        session["engine"] = options["engine"]
+    checkpointer = attach_arrays(
+        options["job"], state, extra=lambda: {"step": at, "note": "x" * 100}, strict=options.get("strict"), **session
+    )
+    at = 0
+
+    def wait_for_word(name: str) -> None:
+        say("waiting", at=name, step=at)
+        if not sys.stdin.readline():
+            os._exit(3)
+
+    try:
+        with checkpointer as ck:
+            first = ck.resume(fresh=options.get("fresh", False), takeover=options.get("takeover", False))
+            say(
+                "resumed", step=first, digest=digest(state), extra=ck.extra_restored.get("step"),
+                epoch=ck.session._standing.token.epoch if ck.session._standing.token else 0,
+            )  # fmt: skip
+            if options.get("fork_worker"):
+                fork_worker()
+            if options.get("wait_at") == "resumed":
+                wait_for_word("resumed")
+            for step in range(first, options["steps"]):
+                time.sleep(options.get("pause", 0.0))
+                with ck.update():
+                    update(state, step, rank)
+                if options.get("settle", True) and step > first and not ck.session.fenced:
+                    settled = ck.session.settle(10.0)
+                    say("settled", step=step, ok=settled, committed=ck.session._standing.committed.get("memory", 0))
+                at = step + 1
+                if kill.get("step") == at and "chunk" in kill:
+                    hold_then_die(ck, kill["chunk"])
+                else:
+                    ck.step()
+                    if "chunk" in kill:
+                        ck.session._layout._control.set("hold_at", 1 << 40)
+                if kill.get("step") == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if options.get("wait_at") == at:
+                    wait_for_word("step")
+            if options.get("wait_at") == "end":
+                wait_for_word("end")
+        say("finished", step=at, digest=digest(state), counters=ck.counters.__dict__)
+    except Exception as error:  # noqa: BLE001 - the test reads what it was
+        say("failed", error=type(error).__name__, text=str(error), exit_code=getattr(error, "exit_code", 1))
+        sys.exit(getattr(error, "exit_code", 1))
+
+
+def hold_then_die(checkpointer: Any, chunk: int) -> None:
+    """Begin a snapshot that stops before chunk number `chunk`, and die there."""
+    page = checkpointer.session._layout._control
+    page.set("hold_at", chunk)
+    checkpointer.step()
+    deadline = time.monotonic() + 10
+    while page.get("chunks_done") < chunk and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    say("dying", chunks=page.get("chunks_done"))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_worker() -> None:
+    """A loader worker that outlives its trainer."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(120)
+        os._exit(0)
+    say("worker", pid=pid)
+
+
+def say(event: str, **fields: Any) -> None:
+    """One line of the script's output."""
+    sys.stdout.write(json.dumps({"event": event, **fields}, default=str) + "\n")
+    sys.stdout.flush()
+
+
+# ---------------------------------------------------------------------------------------------- the handle
+
+
+class TrainerProcess:
+    """One rank, started as a script of its own."""
+
+    def __init__(
+        self,
+        dirs: RunDirs,
+        *,
+        steps: int,
+        job: str = "fault",
+        rank: int = 0,
+        world: int = 1,
+        incarnation: str = "",
+        arrays: int = ARRAYS,
+        elements: int = ELEMENTS,
+        environ: dict[str, str] | None = None,
+        **options: Any,
+    ) -> None:
+        """`options`: kill={"step": k, "chunk": c}, settle, pause, wait_at, fork_worker, engine, strict, fresh,
+        takeover: see `main`."""
+        self.rank = rank
+        self.events: list[dict[str, Any]] = []
+        self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        env = dirs.environ(connect_timeout="20 s")
+        env.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(environ or {})})
+        if world > 1:
+            env.update({"RANK": str(rank), "WORLD_SIZE": str(world), "BAFTD_INCARNATION": incarnation})
+        arguments = json.dumps({"steps": steps, "job": job, "arrays": arrays, "elements": elements, **options})
+        self._log = Path(dirs.base, f"trainer-{rank}-{id(self):x}.log").open("ab")  # noqa: SIM115 - closed in close()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", "from tests.support.numpy_trainer import main; main()", arguments],
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), name="trainer-output")
+        self._reader.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            self._queue.put(json.loads(line))
+        self._queue.put(None)
+
+    def wait_for(self, event: str, timeout: float = 30.0) -> dict[str, Any]:
+        """The next event of that kind; those before it are kept in `events`. Fails at the end of the output."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                found = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {event!r} within {timeout:g} s; so far: {self.events}") from None
+            if found is None:
+                self._queue.put(None)
+                raise AssertionError(f"the trainer ended without {event!r}: {self.events}")
+            self.events.append(found)
+            if found["event"] == event:
+                return found
+
+    def go_on(self) -> None:
+        """Answer `waiting`."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(b"\n")
+        self.process.stdin.flush()
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Wait for the end; all events are in `events` then. Negative: the signal that killed it."""
+        status = self.process.wait(timeout)
+        self._drain()
+        return status
+
+    def kill(self) -> None:
+        """SIGKILL and wait."""
+        self.process.kill()
+        self.wait(10)
+
+    def _drain(self) -> None:
+        workers = [event["pid"] for event in self.events if event["event"] == "worker"]
+        if not workers:  # else the forked worker holds the pipe
+            self._reader.join(10)
+        while not self._queue.empty():
+            found = self._queue.get_nowait()
+            if found is not None:
+                self.events.append(found)
+        self._queue.put(None)
+
+    def last(self, event: str) -> dict[str, Any] | None:
+        """The newest event of a kind."""
+        return next((found for found in reversed(self.events) if found["event"] == event), None)
+
+    @property
+    def committed(self) -> int:
+        """The newest step that this rank has seen committed in memory."""
+        return max((e["committed"] or 0 for e in self.events if e["event"] == "settled"), default=0)
+
+    def close(self) -> None:
+        """Kill what still runs, close pipes."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        for event in self.events:
+            if event["event"] == "worker":
+                try:
+                    os.kill(event["pid"], signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._reader.join(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+        self._log.close()
+
+    def __enter__(self) -> TrainerProcess:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
