@@ -300,7 +300,7 @@ def _problem(entry: TensorEntry) -> str:
             return f"a name has {len(name)} characters, not 1 to {MAX_NAME}"
         if name.startswith(("baft.", PAD_PREFIX, "__metadata__")):
             return f"names beginning with 'baft.', '{PAD_PREFIX}' or '__metadata__' are ours, and {name!r} does"
-        if any("\ud800" <= character <= "\udfff" for character in name):
+        if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
             return "its name is not Unicode text"
     if not _DTYPE.fullmatch(entry.dtype):
         return f"dtype {entry.dtype!r} is not a name"
