@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,6 +98,7 @@ class Connection:
         if not self.path.exists():
             raise self._absent("there is no such socket")
         if not self._connected:
+            self._probe()
             self._socket.connect(f"ipc://{self.path}")
             self._connected = True
         deadline = self._clock() + self._connect_timeout
@@ -105,6 +108,19 @@ class Connection:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again as error:
             raise self._absent("the connection broke") from error
+
+    def _probe(self) -> None:
+        """ZeroMQ keeps on trying a socket that a dead daemon left behind; the kernel knows at once."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            try:
+                probe.connect(os.fspath(self.path))
+            except BlockingIOError:
+                return  # its queue is full: somebody is there
+            except ConnectionRefusedError as error:
+                raise self._absent("nobody listens, a daemon that is gone left the socket") from error
+            except OSError as error:
+                raise self._absent(error.strerror or str(error)) from error
 
     def _absent(self, why: str) -> Unreachable:
         return Unreachable(

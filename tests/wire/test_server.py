@@ -405,7 +405,7 @@ def test_a_dead_socket_is_unreachable_soon(path: Path) -> None:
         left.bind(str(path))
     with (
         Connection(path, connect_timeout=0.3) as connection,
-        pytest.raises(Unreachable, match="nobody took the connection"),
+        pytest.raises(Unreachable, match="nobody listens"),
     ):
         connection.request(StatusRequest())
 
