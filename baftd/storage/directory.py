@@ -68,7 +68,8 @@ class DirectoryTier:
 
     `node`: this node's name; it stands in manifests and in temporary names. `file_ops`: the file operations.
     `readback`: read every shard again from the device before it is named. `clock`: monotonic seconds, of deadlines.
-    `alive`: whether a process (pid, start in ticks) runs on this machine.
+    `alive`: whether a process (pid, start in ticks) runs on this machine. `copy_source`: never map a slot; for slots
+    that other users can write to, and cut off under the map.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class DirectoryTier:
         alive: Callable[[int, int], bool] | None = None,
         block: int = BLOCK,
         threads: int = THREADS,
+        copy_source: bool = False,
     ) -> None:
         if block <= 0 or block % PAGE:
             raise UsageError(f"a write block of {block} bytes is not a multiple of {PAGE}")
@@ -93,6 +95,7 @@ class DirectoryTier:
         self._writer = Writer.of_node(node, alive)
         self._block = block
         self._threads = threads
+        self._copy_source = copy_source
 
     # ------------------------------------------------------------------------------------------ tokens
 
@@ -178,6 +181,7 @@ class DirectoryTier:
                     f"rank {rank}: {shard}",
                     self._block,
                     self._threads,
+                    self._copy_source,
                 )
                 fd = writer.write(temporary)
                 try:
@@ -388,6 +392,8 @@ class DirectoryTier:
             names = self._ops.listdir(f"{self.root}/{name}")
         except (JobNameError, NotADirectoryError, FileNotFoundError):
             return False
+        except OSError:
+            return True  # `list` of that job will say why; it must not hide the others
         return any(checkpoint_of(inner) is not None or inner.startswith("EPOCH-") for inner in names)
 
     def _fence(self, job: str) -> Fence:
@@ -527,9 +533,7 @@ class DirectoryTier:
             self._name(place, token, temporary, f"{place.path}/{name}")
 
     @contextmanager
-    def _writing(
-        self, place: _Place, token: Token, what: str, path: str, need: int
-    ) -> Iterator[builtins.list[str]]:
+    def _writing(self, place: _Place, token: Token, what: str, path: str, need: int) -> Iterator[builtins.list[str]]:
         """Explain errors. One that comes from being fenced (the directory is deleted under a stale writer) says so.
 
         What is put into the list that this gives is added to the error's message.

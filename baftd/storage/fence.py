@@ -108,4 +108,3 @@ class Fence:
 
     def _names(self) -> list[str]:
         return self.ops.listdir(self.path)
-

@@ -161,9 +161,7 @@ def _alone(name: str, rank: int, placement: Placement) -> Merged:
         entry = TensorEntry(entry.name, entry.dtype, (placement.nbytes,), placement.nbytes, entry.kind)
         itemsize = 1
     box = tuple((0, size) for size in entry.shape)
-    return Merged(
-        name, entry.dtype, entry.shape, itemsize, entry.shape, (Piece(rank, placement.offset, entry, box),)
-    )
+    return Merged(name, entry.dtype, entry.shape, itemsize, entry.shape, (Piece(rank, placement.offset, entry, box),))
 
 
 def _itemsize(saved: Sequence[tuple[int, Placement]]) -> int | None:

@@ -18,9 +18,7 @@ from baftd.storage.writer import Bounds
 __all__ = ["verify_shard"]
 
 
-def verify_shard(
-    ops: FileOps, inventory: Inventory, record: ShardRecord, bounds: Bounds, threads: int
-) -> VerifyLine:
+def verify_shard(ops: FileOps, inventory: Inventory, record: ShardRecord, bounds: Bounds, threads: int) -> VerifyLine:
     """Read one shard whole. Damage and read errors are the answer; `Degraded` (cancelled) is raised."""
     path = f"{inventory.path}/{shard_name(record.rank)}"
     what = f"rank {record.rank}: {path}"

@@ -70,7 +70,8 @@ class BulkWriter:
     """Writes one image. `what` names it in errors ("rank 3: /ckpt/gpt/step-8.e1/rank-00003.safetensors").
 
     `source_fd` holds the image at `source_offset`, a multiple of the page size. `table` and `digests` as in
-    `Tier.write_shard`.
+    `Tier.write_shard`. `copy`: read blocks into memory of our own instead of mapping them, for a source that somebody
+    who is not trusted could cut off under the map (touching it then is SIGBUS, not an error).
     """
 
     ops: FileOps
@@ -83,6 +84,7 @@ class BulkWriter:
     what: str
     block: int = BLOCK
     threads: int = THREADS
+    copy: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _next: int = 0
     _written: int = 0
@@ -150,6 +152,8 @@ class BulkWriter:
         if os.fstat(self.source_fd).st_size < self.source_offset + self.length:
             raise VerificationFailed(f"{self.what}: the slot was cut to less than {self.length} bytes of image.")
         down = start % PAGE
+        if self.copy:
+            return self._copied(start, size)
         window = mmap.mmap(
             self.source_fd,
             size + down,
@@ -158,6 +162,16 @@ class BulkWriter:
             offset=self.source_offset + start - down,
         )
         return memoryview(window)[down:]
+
+    def _copied(self, start: int, size: int) -> memoryview:
+        buffer = memoryview(mmap.mmap(-1, _up(size)))[:size]
+        done = 0
+        while done < size:
+            got = os.preadv(self.source_fd, [buffer[done:]], self.source_offset + start + done)
+            if got == 0:
+                raise VerificationFailed(f"{self.what}: the slot was cut while it was read.")
+            done += got
+        return buffer
 
     def _put(self, fd: int, view: memoryview, start: int) -> None:
         whole = len(view) - len(view) % PAGE

@@ -80,9 +80,7 @@ class Bench:
             updates=1,
             world=1,
         )
-        self.tier.commit(
-            "bench", checkpoint, [record], plan_digest=bytes(16), token=TOKEN, updates=1, world=1
-        )
+        self.tier.commit("bench", checkpoint, [record], plan_digest=bytes(16), token=TOKEN, updates=1, world=1)
         return record
 
     def plain(self) -> float:
@@ -187,9 +185,7 @@ def bench(nbytes: int, directory: str | None) -> Iterator[Bench]:
 def durable(report: Report, *, nbytes: int, rounds: int, directory: str | None = None) -> None:
     """Add the figures of the durable tier to `report`. `directory`: on the disk to be measured."""
     with bench(nbytes, directory) as one:
-        series = interleave(
-            {name: one.removing(getattr(one, name)) for name in ("ours", "plain", "buffered")}, rounds
-        )
+        series = interleave({name: one.removing(getattr(one, name)) for name in ("ours", "plain", "buffered")}, rounds)
         size = nbytes / 1e9
         report.add(
             "durable_ratio",

@@ -270,7 +270,6 @@ def test_a_full_disk_and_a_kill_leave_nothing_named(shm: Path, disk: Path) -> No
     counted = FaultyFiles()
     export_images(sources, disk / "out" / "counted", file_ops=counted)
     for number in range(len(counted.log)):
-
         last = number == len(counted.log) - 1  # of the directory above: the name is there, only not for certain
         ops = FaultyFiles(once(number, lambda: OSError(errno.ENOSPC, "No space left on device")))
         with pytest.raises(NoRoom):

@@ -100,9 +100,7 @@ def test_killed_at_every_operation(shm: Path, disk: Path) -> None:
         (errno.EACCES, Degraded, "right"),
     ],
 )
-def test_an_error_at_every_operation(
-    shm: Path, disk: Path, code: int, kind: type[BaftError], words: str
-) -> None:
+def test_an_error_at_every_operation(shm: Path, disk: Path, code: int, kind: type[BaftError], words: str) -> None:
     """The error is ours and says what to do; the older one is whole; nothing is left over; trying again works."""
     old, new = two_ranks(shm, 4), two_ranks(shm, 8)
     save(tier_in(disk), old)
@@ -235,9 +233,7 @@ def test_nothing_happens_beside_the_recorded_operations(shm: Path, disk: Path) -
     recorded = [line.split() for line in result.stdout.splitlines()]
     changing = [entry for entry in recorded if entry[0] not in ("open", "close")]
     seen = list(traced(trace.read_text(), str(root)))
-    expected = [
-        ("fsync" if kind == "fsync_directory" else kind, first) for kind, first, *_ in changing
-    ]
+    expected = [("fsync" if kind == "fsync_directory" else kind, first) for kind, first, *_ in changing]
     # Directories above the root are synced too, once; strace shows them by the path of their descriptor.
     inside = [entry for entry in expected if entry[1].startswith(str(root))]
     assert [entry for entry in seen if entry[1].startswith(str(root))] == inside

@@ -13,6 +13,7 @@ from baftd.checkpoint.identity import Token
 from baftd.errors import Fenced
 from baftd.storage.directory import DirectoryTier
 from baftd.storage.files import OsFiles
+from baftd.storage.interface import ShardRecord
 from baftd.storage.names import (
     Writer,
     checkpoint_of,
@@ -143,7 +144,7 @@ def test_overtaken_in_the_middle(shm: Path, disk: Path) -> None:
 def test_every_node_writes_its_own_and_one_commits(shm: Path, disk: Path) -> None:
     tiers = [DirectoryTier(disk, node=f"n{number}") for number in range(4)]
     slots = [make_slot(shm, rank=rank, world=4) for rank in range(4)]
-    records: list[object] = [None] * 4
+    records: dict[int, ShardRecord] = {}
     start = threading.Barrier(4)
 
     def write(rank: int) -> None:
@@ -157,7 +158,7 @@ def test_every_node_writes_its_own_and_one_commits(shm: Path, disk: Path) -> Non
         thread.join(60)
     first = slots[0]
     saved = tiers[2].commit(
-        "gpt", first.checkpoint, records, plan_digest=PLAN, token=first.token, updates=8, world=4  # type: ignore[arg-type]
+        "gpt", first.checkpoint, list(records.values()), plan_digest=PLAN, token=first.token, updates=8, world=4
     )
     assert [part.node for part in saved.parts] == ["n0", "n1", "n2", "n3"]
     assert all(line.ok for line in tiers[3].verify("gpt", saved.checkpoint))

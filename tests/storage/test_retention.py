@@ -34,9 +34,7 @@ def test_the_last_and_every_nth_are_kept() -> None:
 
 def test_pinned_and_busy_ones_stay() -> None:
     found = [at(1), at(2), at(3), at(4, state="incomplete"), at(9)]
-    gone = to_delete(
-        found, keep_last=1, pinned=[CheckpointId(1, 2)], busy={CheckpointId(1, 4)}, current_epoch=1
-    )
+    gone = to_delete(found, keep_last=1, pinned=[CheckpointId(1, 2)], busy={CheckpointId(1, 4)}, current_epoch=1)
     assert steps(gone) == [(1, 1), (1, 3)]
     found[3] = at(4, state="incomplete", being_written=True)
     assert steps(to_delete(found, keep_last=1, current_epoch=1)) == [(1, 1), (1, 2), (1, 3)]

@@ -153,11 +153,25 @@ def test_a_slot_that_changes_during_the_write_is_caught(shm: Path, disk: Path) -
         poke(slot, spot)
 
 
-def test_a_slot_that_was_cut_is_an_error_not_a_signal(shm: Path, disk: Path) -> None:
+@pytest.mark.parametrize("copy", [False, True], ids=["mapped", "copied"])
+def test_a_slot_that_is_cut_is_an_error_not_a_signal(shm: Path, disk: Path, copy: bool) -> None:
     slot = make_slot(shm, entries=default_entries(0, 50_000))
-    os.truncate(slot.path, 20_000)
-    with pytest.raises(VerificationFailed, match="the slot was cut"):
-        slot.write(DirectoryTier(disk, node="n0"), "gpt")
+    ops = Odd()
+    ops.on_write = lambda fd, offset: os.truncate(slot.path, 20_000)  # after the first block
+    tier = DirectoryTier(disk, node="n0", file_ops=ops, block=8192, threads=1, copy_source=copy)
+    for _ in range(2):
+        with pytest.raises(VerificationFailed, match="the slot was cut"):
+            slot.write(tier, "gpt")
+
+
+def test_a_copied_source_gives_the_same_file(shm: Path, disk: Path) -> None:
+    slot = make_slot(shm, entries=default_entries(0, 300_000))
+    tier = DirectoryTier(disk, node="n0", block=65536, copy_source=True, readback=True)
+    assert Path(save(tier, [slot]).parts[0].path).read_bytes() == slot.image
+    poke(slot, slot.length - 1)
+    other = DirectoryTier(disk / "other", node="n0", block=65536, copy_source=True)
+    with pytest.raises(VerificationFailed, match="has changed"):
+        slot.write(other, "gpt")
 
 
 def test_reading_back_sees_what_the_device_lost(shm: Path, disk: Path) -> None:

@@ -101,9 +101,7 @@ def make_slot(
     image[: len(header)] = header
     for place in plan.placements:
         content = (contents or {}).get(place.entry.name)
-        image[place.offset : place.offset + place.nbytes] = (
-            draw.randbytes(place.nbytes) if content is None else content
-        )
+        image[place.offset : place.offset + place.nbytes] = draw.randbytes(place.nbytes) if content is None else content
     image[plan.small_offset :] = small
     chunks = plan.chunks(len(small))
     path = directory / f"{job}-{who.epoch}-{step}-{rank}-{seed}.slot"
