@@ -279,7 +279,7 @@ def _text(path: str) -> str:
 
 
 def _flag(size: str) -> str:
-    """"3 GiB" as Docker and mount take it: "3g"."""
+    """A size such as 3 GiB as Docker and mount take it: 3g."""
     number, unit = size.split()
     return number + unit[0].lower().replace("b", "")
 
