@@ -21,7 +21,7 @@ from typing import Any, cast
 import numpy.typing as npt
 
 from baft_client.session import Session
-from baft_client.source import Counters, Outcome, OutcomeKind, Source
+from baft_client.source import Counters, Outcome, Source
 from baftd.checkpoint.shard import TensorEntry
 from baftd.errors import ModelMismatch, UnsupportedTensor, UsageError
 from baftd.settings import Settings
@@ -149,7 +149,7 @@ class ArrayCheckpointer:
         self._load_extra = load_extra
         self._step = 0
         self._updates = 0
-        self._left_out = False
+        self._changed = True  # since the last boundary
 
     @property
     def counters(self) -> Counters:
@@ -185,12 +185,14 @@ class ArrayCheckpointer:
     def update(self) -> Iterator[None]:
         """The arrays change within. What is left of the copy of the last step is finished first."""
         self.session.fence(self._updates)
+        self._changed = True
         yield
         self._updates += 1
 
     def fence(self) -> Outcome:
         """For loops that cannot use `update`: call it before the arrays change."""
         outcome = self.session.fence(self._updates)
+        self._changed = True
         self._updates += 1
         return outcome
 
@@ -206,7 +208,7 @@ class ArrayCheckpointer:
         outcome = self.session.boundary(
             self._step, self._updates, self._sources, self._small(), recheck=self._identities, force=force
         )
-        self._left_out = outcome.kind is OutcomeKind.NOT_DUE
+        self._changed = False
         return outcome
 
     def _identities(self) -> list[tuple[int, ...]]:
@@ -227,8 +229,8 @@ class ArrayCheckpointer:
         return self.session.finish(timeout)
 
     def _take_last(self) -> None:
-        """A step that the cadence left out is taken now: all ranks come here at the same step."""
-        if self._left_out:
+        """Take now what the cadence left out or what found no slot: all ranks come here at the same step."""
+        if self._step and not self._changed and not self.session.taken(self._step):
             self._boundary(force=True)
 
     def close(self) -> None:

@@ -43,10 +43,14 @@ from baftd.wire.messages import (
 
 # os.eventfd_write gives the GIL away: the I/O thread would take it and hold the training thread up for its whole turn
 # (0.5 ms measured), at the one moment when the training thread is counted as held. Written with the GIL in hand, the
-# other thread's turn comes when the training thread next lets go of it by itself.
+# other thread's turn comes when the training thread next lets go of it by itself. Read likewise: each time the I/O
+# thread gives the GIL away it may wait 5 ms for it beside a training loop of plain Python.
 _write_holding_gil = ctypes.PyDLL(None).write
 _write_holding_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
 _write_holding_gil.restype = ctypes.c_ssize_t
+_read_holding_gil = ctypes.PyDLL(None).read
+_read_holding_gil.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t)
+_read_holding_gil.restype = ctypes.c_ssize_t
 _ONE = (1).to_bytes(8, sys.byteorder)
 
 __all__ = ["Handler", "IoThread", "LinkState", "close_inherited_sockets"]
@@ -298,8 +302,7 @@ class IoThread:
             self._connect()
         events = dict(self._poller.poll(self._poll_ms()))
         if self._wake_fd in events:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
+            _read_holding_gil(self._wake_fd, ctypes.create_string_buffer(8), 8)
         self._drain_inbox()
         if self._monitor is not None and self._monitor in events:
             self._watch()
@@ -392,8 +395,11 @@ class IoThread:
                 self._disconnect("nobody listens on the socket" if self.state is not LinkState.UP else "it hung up")
 
     def _receive(self) -> None:
-        while self._socket is not None and self._socket.poll(0):
-            frames = self._socket.recv_multipart()
+        while self._socket is not None:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
             self._heard_at = self._clock()
             try:
                 reply = codec.decode_reply(frames)

@@ -69,6 +69,8 @@ DECLARE_AGAIN = 30.0
 SAVE_TIMEOUT = 600.0
 """Seconds without a word from the daemon after which `save` and `finish` give up."""
 LEAVE_TIMEOUT = 2.0
+FORCE_WAIT = 5.0
+"""Seconds that a forced boundary waits for a slot."""
 
 
 class Session:
@@ -112,6 +114,7 @@ class Session:
         """Taken for a snapshot that has not begun yet."""
         self._step = 0
         self._last_sealed = 0
+        self._taken = -1
         self._pausing = 0
         self._declare_again = 0.0
         self._declare_error: BaftError | None = None
@@ -230,6 +233,11 @@ class Session:
         """Whether `boundary(step)` would want a snapshot; an adapter need not collect its sources where not."""
         return self._phase == "training" and not self._pausing and not self.fenced and self._standing.due(step)
 
+    def taken(self, step: int) -> bool:
+        """Whether a snapshot of `step` was begun and has not been dropped since. Where not, `boundary(force=True)` may
+        still take it, as long as the state has not changed."""
+        return self._taken == step
+
     @property
     def fenced(self) -> bool:
         """A newer start of the job has taken over: no snapshot of this process is kept any more."""
@@ -260,7 +268,8 @@ class Session:
             sources: all tensors of this rank, in a fixed order. A changed tree is declared anew, which blocks.
             small: everything else, as a typed tree.
             recheck: reads the identities of all stable sources again, in order; None: each source's `witness`.
-            force: whatever the cadence says (`save`, `finish`: all ranks do so at the same step).
+            force: whatever the cadence says, and waiting some seconds for a slot; also for a step that found no slot or
+                no daemon and whose state has not changed since (`save`, `finish`: all ranks at the same step).
 
         Raises:
             BaftError: with `strict`, what a former call skipped over.
@@ -271,6 +280,9 @@ class Session:
         if self._phase != "training":
             raise UsageError("a boundary came before resume() and restored(), or after finish().")
         began = self._clock()
+        if force:
+            self._skips.reopen(step)
+        self._skips.close_open()
         self._skips.raise_pending()
         if self._snapshot is not None:
             self._guard(lambda: self._seal(None))  # a loop without a fence hook: the copy must be over by now
@@ -278,7 +290,7 @@ class Session:
         self.counters.boundaries += 1
         if not force and not self._standing.due(step):
             return Outcome(OutcomeKind.NOT_DUE, step)
-        outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began))
+        outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began, force))
         self.counters.held_seconds += self._clock() - began
         return outcome
 
@@ -290,6 +302,7 @@ class Session:
         small: object,
         recheck: Callable[[], Iterable[tuple[int, ...]]] | None,
         began: float,
+        force: bool,
     ) -> Outcome:
         token, skip = self._standing.token, self._skips.skip
         if self.fenced:
@@ -297,7 +310,7 @@ class Session:
         if self._pausing:
             return skip(step, "paused", "training is paused")
         if token is None or (self._link.state is not LinkState.UP and self._standing.granted == 0):
-            return skip(step, "no_daemon", self._link.last_error, Unreachable)
+            return skip(step, "no_daemon", self._link.last_error, Unreachable, final=False)
         encoded = state_tree.encode(small)
         if self._standing.must_declare or not self._layout.fits(sources, len(encoded)):
             problem = self._declare(token, sources, len(encoded))
@@ -305,9 +318,10 @@ class Session:
                 return skip(step, problem[0], str(problem[1]), problem[1])
         writer = self._layout.writer
         assert writer is not None
-        grant = self._grant = self._standing.take_grant()
+        grant = self._grant = self._standing.take_grant(FORCE_WAIT if force else 0.0)
         if grant is None:
-            return skip(step, "no_slot", self._standing.no_grant or "the daemon has granted no slot yet", Degraded)
+            why = self._standing.no_grant or "the daemon has granted no slot yet"
+            return skip(step, "no_slot", why, Degraded, final=False)
         if not writer.owns(grant.slot):
             return skip(step, "no_slot", f"slot {grant.slot} was granted but never declared", ProtocolError)
         self._snapshot = writer.begin(
@@ -324,6 +338,7 @@ class Session:
             audit=self._audit > 0 and self.counters.began % self._audit == 0,
         )
         self._grant = None
+        self._taken = step
         self._layout.page(step=step, updates=updates)
         self.counters.began += 1
         self._snapshot.held = self._clock() - began
@@ -366,6 +381,7 @@ class Session:
         Raises:
             BaftError: with `strict`, what a former call skipped over.
         """
+        self._skips.close_open()
         self._skips.raise_pending()
         if self._snapshot is None:
             return Outcome(OutcomeKind.NOTHING, self._step)
@@ -415,7 +431,7 @@ class Session:
         return Outcome(OutcomeKind.SEALED, snapshot.step)
 
     def _torn(self, snapshot: Snapshot, torn: Torn) -> Outcome:
-        step = snapshot.step
+        step, self._taken = snapshot.step, -1
         if torn.witness == "late":
             self._skips.skip(step, "late", torn.detail, Degraded, begun=snapshot)
             return Outcome(OutcomeKind.TORN, step, f"late: {torn.detail}")
@@ -444,6 +460,7 @@ class Session:
         """Drop the snapshot in progress, if there is one."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is not None:
+            self._taken = -1
             self._layout.cancel()
             self._skips.skip(snapshot.step, "cancelled", reason, begun=snapshot)
 
@@ -465,6 +482,7 @@ class Session:
         except Exception as error:  # noqa: BLE001 - weak by default: counted, logged, raised at the next call if strict
             begun = self._snapshot or self._grant
             self._snapshot = self._grant = None
+            self._taken = -1
             with contextlib.suppress(BaftError):
                 self._layout.cancel()
             return self._skips.failed(self._step, error, begun)
@@ -522,6 +540,7 @@ class Session:
         if self._phase in ("over", "forked"):
             return None
         try:
+            self._skips.close_open()
             if self._phase == "training":
                 self._guard(lambda: self._seal(None) if self._snapshot is not None else Outcome(OutcomeKind.NOTHING))
             message = Finish(token=self._need_token(), rank=self.rank, step=self._step)
@@ -552,6 +571,7 @@ class Session:
         if self._phase in ("over", "forked"):
             return
         with contextlib.suppress(BaftError):
+            self._skips.close_open()
             self.cancel(f"the process leaves: {reason}" if reason else "the process leaves")
             if self._link.state is LinkState.UP:
                 message = Leave(token=self._standing.token, rank=self.rank, reason=reason[:4096])

@@ -26,6 +26,7 @@ class Skips:
         self._warned: set[str] = set()
         self._outages = 0
         self._pending: BaftError | None = None
+        self._open: tuple[Skip, str] | None = None
         self._log = get_logger("client").bind(job=standing.identity.job, rank=standing.identity.rank)
 
     def skip(
@@ -37,6 +38,7 @@ class Skips:
         *,
         torn: bool = False,
         begun: Snapshot | Grant | None = None,
+        final: bool = True,
     ) -> Outcome:
         """There is no snapshot of `step`.
 
@@ -47,6 +49,7 @@ class Skips:
             error: what a strict session raises at its next call; a class is made into an error from the reason.
             torn: the state changed under the copy.
             begun: the snapshot that was in progress, or the grant that was used up for it.
+            final: False where the step may still be taken before the state changes: the daemon is told by `close_open`.
         """
         counted = self._counters.skipped
         counted[kind] = counted.get(kind, 0) + 1
@@ -65,13 +68,31 @@ class Skips:
             )
             if begun is not None:
                 message.slot, message.generation = begun.slot, begun.generation
-            self._post(message)
+            if final:
+                self._post(message)
+            else:
+                self._open = (message, kind)
         if self._strict and error is not None and self._pending is None:
             me = self._standing.identity
             if isinstance(error, type):
                 error = error(f"job {me.job}, rank {me.rank}, step {step}: no snapshot ({kind}): {reason}")
             self._pending = error
         return Outcome(OutcomeKind.SKIPPED, step, f"{kind}: {reason}")
+
+    def close_open(self) -> None:
+        """The state is about to change: a step that could still have been taken is dead now."""
+        if self._open is not None:
+            message, self._open = self._open[0], None
+            self._post(message)
+
+    def reopen(self, step: int) -> None:
+        """`step` is tried once more: forget that it was skipped, if that is still open."""
+        if self._open is not None and self._open[0].step == step:
+            kind, self._open = self._open[1], None
+            self._pending = None
+            self._counters.skipped[kind] -= 1
+            if not self._counters.skipped[kind]:
+                del self._counters.skipped[kind]
 
     def failed(self, step: int, error: Exception, begun: Snapshot | Grant | None) -> Outcome:
         """A part of a boundary or a fence raised."""

@@ -99,9 +99,11 @@ class Standing(Handler):
                     every = cadence.memory_every
             return step % every == 0
 
-    def take_grant(self) -> Grant | None:
-        """The oldest granted slot; it is used up whatever becomes of the snapshot."""
+    def take_grant(self, timeout: float = 0.0) -> Grant | None:
+        """The oldest granted slot, waited for `timeout` seconds; it is used up whatever becomes of the snapshot."""
         with self.changed:
+            if timeout:
+                self.changed.wait_for(lambda: bool(self._grants) or bool(self.fenced), timeout)
             if not self._grants:
                 return None
             slot, grant = self._grants.popitem(last=False)

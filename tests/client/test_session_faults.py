@@ -207,6 +207,7 @@ def test_no_grant_is_a_skip_with_the_daemons_words(where: Places, caplog: pytest
             assert outcome.kind is OutcomeKind.SKIPPED
             assert "slot 0 is pinned for step 1, 3 s old" in outcome.reason
         assert trainer.session.counters.skipped == {"no_slot": 3}
+        trainer.fence()  # step 5 could still have been taken until now
         assert [skip.step for skip in daemon.wait_for(Skip, count=3)] == [3, 4, 5]
     warned = [r for r in caplog.records if r.levelno == logging.WARNING and "no_slot" in r.getMessage()]
     assert len(warned) == 1, "once for each kind, then counted"
@@ -279,6 +280,31 @@ def test_an_unexpected_failure_of_ours_stays_ours(
         assert "session_failed" in caplog.text
         assert "Traceback" in caplog.text
         assert trainer.session.counters.skipped == {"error": 2}
+
+
+def test_a_step_without_a_slot_may_still_be_taken_until_the_state_changes(where: Places) -> None:
+    with where.daemon(slots=2) as daemon, Trainer(where, strict=True) as trainer:
+        trainer.join()
+        trainer.one_step()
+        assert trainer.session.settle(5)
+        daemon.commit = False
+        trainer.one_step()
+        daemon.wait_for(Seal, count=2)
+        trainer.update()
+        assert trainer.boundary().reason.startswith("no_slot")
+        assert not trainer.session.taken(3)
+        seal = daemon.wait_for(Seal, count=2)[1]
+        assert daemon.token is not None
+        daemon.ranks[0].free.append(seal.slot)
+        daemon.push(Grant(token=daemon.token, slot=seal.slot, generation=seal.generation + 1))
+        daemon.ranks[0].granted[seal.slot] = seal.generation + 1
+        trainer.step -= 1
+        assert trainer.boundary(force=True).kind is OutcomeKind.BEGAN, "waits for the slot"
+        assert trainer.session.taken(3)
+        assert trainer.session.counters.skipped == {}
+        assert trainer.fence().kind is OutcomeKind.SEALED
+        assert daemon.wait_for(Seal, count=3)[2].step == 3
+        assert not [message for message in daemon.received if isinstance(message, Skip)]
 
 
 # ---------------------------------------------------------------- strict
@@ -408,6 +434,7 @@ def test_a_long_outage_keeps_seals_rather_than_skips(where: Places) -> None:
         wait_for(lambda: trainer.session._standing.outages)
         for _ in range(200):
             trainer.one_step()
+        trainer.fence()
         daemon.received.clear()
         daemon.start()
         assert daemon.wait_for(Seal)[0].step == 1

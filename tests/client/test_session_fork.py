@@ -105,12 +105,10 @@ def test_a_child_holds_nothing_and_the_parent_goes_on(where: Places, daemon: Scr
                 assert trainer.boundary().kind is OutcomeKind.BEGAN
         parents = holdings(where)
         assert any("connection" in line for line in parents), "the test must be able to see it"
-        own = [line for line in parents if "ScriptedDaemon" not in line]
-        # The scripted daemon lives in this process too, so its slot files are inherited here: only they may be left.
-        allowed = {Path(file.path).name for shard in daemon.ranks.values() for file in shard.files}
+        # The scripted daemon lives in this process too, and its descriptors are inherited: only they may be left.
+        daemons = tuple(f"{file.fd} -> " for shard in daemon.ranks.values() for file in shard.files)
         left = in_child(lambda: holdings(where))
-        assert [line for line in left if line.split(" -> ")[-1].rpartition("/")[2] not in allowed] == []
-        assert own
+        assert [line for line in left if not line.startswith(daemons)] == []
         if moment == "restoring":
             trainer.session.restored()
         elif moment == "copying":
