@@ -11,6 +11,7 @@ namespace: after a reboot, or in another container, the same PID means another p
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import re
@@ -29,6 +30,7 @@ __all__ = [
     "fence_name",
     "is_temporary",
     "is_trash",
+    "process_start",
     "rank_of_manifest",
     "shard_manifest_name",
     "shard_name",
@@ -103,6 +105,11 @@ def process_start(pid: int) -> int | None:
         return None
 
 
+@functools.lru_cache(maxsize=1)
+def _this_process(pid: int) -> tuple[int, int]:
+    return pid, process_start(pid) or 0
+
+
 def _machine() -> str:
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read().strip()
@@ -113,31 +120,29 @@ def _machine() -> str:
 class Writer:
     """The process that writes: makes names for its temporary files and knows those of others.
 
-    `process` is this process' (pid, start); `alive` says whether such a process still runs on this machine.
+    `alive` says whether a process (pid, start) still runs on this machine. `process`: instead of this one.
     """
 
     owner: str
     machine: str
-    process: tuple[int, int]
     alive: Callable[[int, int], bool]
+    process: tuple[int, int] | None = None
 
     @classmethod
     def of_node(cls, node: str, alive: Callable[[int, int], bool] | None = None) -> Writer:
         """This process, on the node called `node`."""
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", node)[:48] or "node"
         owner = f"{readable}-{xxhash.xxh32_hexdigest(node.encode())}"
-        pid = os.getpid()
-        start = process_start(pid) or 0
-        return cls(owner, _machine(), (pid, start), alive or _runs)
+        return cls(owner, _machine(), alive or _runs)
 
     def temporary(self, final: str) -> str:
         """A name that nobody else uses, for a file to be called `final`."""
-        pid, start = self.process
+        pid, start = self.process or _this_process(os.getpid())
         return f".tmp~{self.owner}~{self.machine}~{pid}~{start}~{next(_numbers)}~{final}"
 
     def trash(self, directory: str) -> str:
         """A name for a directory to be deleted."""
-        return f".trash~{next(_numbers)}~{self.process[0]}~{directory}"
+        return f".trash~{next(_numbers)}~{os.getpid()}~{directory}"
 
     def is_live(self, name: str) -> bool:
         """A temporary name whose writer may still be at work: of this node and running, or of another node."""

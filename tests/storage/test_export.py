@@ -287,7 +287,7 @@ def test_leftovers_of_dead_exports_are_removed(shm: Path, disk: Path) -> None:
     tier = DirectoryTier(disk / "durable", node="n0")
     saved = save(tier, slots_of(shm, [[plain("a", random_array((3,)))]]))
     me = Writer.of_node(os.uname().nodename)
-    dead = Writer(me.owner, me.machine, (me.process[0], me.process[1] + 1), me.alive)
+    dead = Writer(me.owner, me.machine, me.alive, (os.getpid(), 1))
     for name in (dead.temporary("out"), me.temporary("out"), dead.temporary("other")):
         (disk / name).mkdir()
         (disk / name / "file").touch()

@@ -20,6 +20,7 @@ from baftd.storage.names import (
     fence_epoch,
     fence_name,
     is_temporary,
+    process_start,
     rank_of_manifest,
     shard_manifest_name,
 )
@@ -187,11 +188,11 @@ def test_temporary_names_say_whose_they_are() -> None:
     similar = Writer.of_node("node_with_odd_name")
     assert not similar.is_ours(name)
     assert similar.is_live(name)  # cannot know, so leaves it alone
-    pid, start = here.process
+    pid, start = os.getpid(), process_start(os.getpid()) or 0
     for other in (
-        Writer(here.owner, here.machine, (pid, start + 1), here.alive),  # the PID was used again
-        Writer(here.owner, "00000000", (pid, start), here.alive),  # before the reboot, or in another container
-        Writer(here.owner, here.machine, (1 << 30, 1), here.alive),
+        Writer(here.owner, here.machine, here.alive, (pid, start + 1)),  # the PID was used again
+        Writer(here.owner, "00000000", here.alive, (pid, start)),  # before the reboot, or in another container
+        Writer(here.owner, here.machine, here.alive, (1 << 30, 1)),
     ):
         assert here.is_ours(other.temporary("x"))
         assert not here.is_live(other.temporary("x"))

@@ -72,6 +72,8 @@ class Cutter:
         self.problems: list[str] = []
         self.stop_at_first = False
         self.on = True
+        self.effort = (256, 48)
+        """Outcomes up to which all are tried, and how many are drawn beyond."""
         files.after = self._cut
 
     def settle(self) -> None:
@@ -81,7 +83,7 @@ class Cutter:
     def _cut(self, op: Op) -> None:
         if not self.on or (self.stop_at_first and self.problems):
             return
-        for state in self.files.states(seed=len(self.files.log)):
+        for state in self.files.states(len(self.files.log), *self.effort):
             self.states += 1
             found = lies(state)
             if self.must_have or self.must_have_one_of:
@@ -183,11 +185,14 @@ def commit_watched(cutter: Cutter, slot: Slot, records: Sequence[ShardRecord]) -
     cutter.settle()
 
 
-def restarted(files: MemoryFiles, slots: list[Slot], *, cuts: bool = True, inventory: bool = True) -> Cutter:
+def restarted(
+    files: MemoryFiles, slots: list[Slot], *, cuts: bool = True, inventory: bool = True, thorough: bool = True
+) -> Cutter:
     """A second process saves again on the disk that the first one left, with the power cut after every operation."""
     cutter = Cutter(files)
     cutter.stop_at_first = True
     cutter.on = cuts
+    cutter.effort = (256, 48) if thorough else (16, 6)
     found = tier_on(files).describe("gpt", slots[0].checkpoint)
     if inventory and found is not None and len(found.parts) == len(slots):
         # The shards are there: the inventory of a new daemon is enough to commit.
@@ -196,8 +201,9 @@ def restarted(files: MemoryFiles, slots: list[Slot], *, cuts: bool = True, inven
     return cutter
 
 
+@pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.full)], ids=["sampled", "all"])
 @pytest.mark.parametrize("again", [0, 1], ids=["same bytes", "other bytes"])
-def test_killed_anywhere_then_saved_again_then_cut(shm: Path, again: int) -> None:
+def test_killed_anywhere_then_saved_again_then_cut(shm: Path, again: int, thorough: bool) -> None:
     slots = two_ranks(shm)
     others = two_ranks(shm, seed=again) if again else slots
     states = refused = 0
@@ -210,13 +216,13 @@ def test_killed_anywhere_then_saved_again_then_cut(shm: Path, again: int) -> Non
                 restarted(files, others)
             refused += 1
             continue
-        cutter = restarted(files, others, inventory=not again)
+        cutter = restarted(files, others, inventory=not again, thorough=thorough)
         assert cutter.problems == [], f"killed at {number}"
         states += cutter.states
         swept = tier_on(files).sweep("gpt")
         assert not swept.problems
         assert not [path for path in files.tree() if ".tmp~" in path]
-    assert states > 5000
+    assert states > (5000 if thorough else 2000)
     assert (refused > 0) == bool(again)
 
 
@@ -234,6 +240,34 @@ def test_what_a_daemon_finds_at_its_start_survives_a_cut(shm: Path) -> None:
         cutter.settle()
         assert cutter.problems == []
     assert found_complete >= 2  # killed right before, and right after, the directory was synced
+
+
+def test_after_every_cut_a_new_daemon_saves_and_sweeps(shm: Path) -> None:
+    """Whatever a power cut leaves (retention included) is something that the next daemon can work on."""
+    old, new = two_ranks(shm, step=4), two_ranks(shm, step=8)
+    files = MemoryFiles()
+    save(tier_on(files), old)
+    problems: list[str] = []
+    count = 0
+
+    def recover(op: Op) -> None:
+        nonlocal count
+        for state in files.states(seed=len(files.log), exhaustive=8, samples=4):
+            count += 1
+            tier = tier_on(state)
+            swept = tier.sweep("gpt")
+            save(tier, new)
+            tier.delete("gpt", old[0].checkpoint)
+            left = [path for path in state.tree() if "/.t" in path or "step-4" in path]
+            whole = [line.ok for line in tier.verify("gpt", new[0].checkpoint)]
+            if swept.problems or left or whole != [True, True]:
+                problems.append(f"after operation {len(files.log)} ({op}): {swept} {left} {whole}")
+
+    files.after = recover
+    save(tier_on(files), new)
+    tier_on(files).delete("gpt", old[0].checkpoint)
+    assert problems == []
+    assert count > 150
 
 
 def old_and_new(shm: Path) -> tuple[MemoryFiles, list[Slot], list[Slot]]:
