@@ -59,7 +59,7 @@ class Client:
     @property
     def alive(self) -> bool:
         """Whether the process was alive when last looked at."""
-        return self.state != "dead"
+        return self.process is not None
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid or 'unknown'})"
@@ -142,17 +142,14 @@ class ClientTable:
         self._unwatch(client)
 
     def dead(self, client: Client) -> None:
-        """Note that a process has died; tells `on_death` unless it is known."""
+        """Note that a process is gone; tells `on_death` unless it had finished or left. It stays in the table, for
+        `baftd status`, until another start of the job takes its place."""
         if not client.alive:
             return
-        finished = client.state in ("finished", "left")
         self._unwatch(client)
-        if finished:
-            self.remove(client)
+        if client.state not in ("finished", "left"):
             client.state = "dead"
-            return
-        client.state = "dead"
-        self._on_death(client)
+            self._on_death(client)
 
     def close(self) -> None:
         """Stop watching."""

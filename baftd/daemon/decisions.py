@@ -96,12 +96,12 @@ class Decisions:
             self._release(job)
             self._waiters.finished(job, Saved(step=step, tier="durable", path=path))
             return
-        failure = self._durable.last_failure.get(job.name, "") if self._durable is not None else ""
-        note = (
-            f"the step could not be made durable ({failure})"
-            if self._durable is not None
-            else "no durable tier is on (set durable_dir)"
-        )
-        note += f"; the slots stay in {job.arena.path} until baftd gc, or for memory_retention."
+        if self._durable is None:
+            note = "no durable tier is on (set durable_dir)"
+        elif failure := self._durable.last_failure.get(job.name, ""):
+            note = f"the step could not be made durable ({failure})"
+        else:
+            note = f"nothing was trained since step {step} was restored from memory, so it was not made durable"
+        note += f"; the slots stay in {job.arena.path} until `baftd gc --job {job.name}`, or for memory_retention."
         job.log.warning("finished", step=step, tier="memory", note=note)
         self._waiters.finished(job, Saved(step=step, tier="memory", note=note))

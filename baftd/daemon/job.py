@@ -7,6 +7,7 @@ order. What goes to the coordinator is queued and sent by one task, so that repo
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -74,6 +75,15 @@ class Training:
 
     held_ms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     last_skip: str = ""
+    reasons: dict[int, str] = field(default_factory=dict)
+
+    def skipped(self, rank: int, step: int, reason: str) -> bool:
+        """Note a skip; whether the rank's last one had the same reason."""
+        self.last_skip = f"rank {rank}, step {step}: {reason}"
+        kind = re.sub(r"[0-9]+", "#", reason)
+        repeated = self.reasons.get(rank) == kind
+        self.reasons[rank] = kind
+        return repeated
 
 
 class JobOnNode:

@@ -18,7 +18,7 @@ from baftd.checkpoint.slots import HeaderFacts, rebuild_table
 from baftd.daemon.clients import ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
-from baftd.daemon.restore import durable_inventory
+from baftd.daemon.restore import read_durable
 from baftd.daemon.slot_files import SlotFiles
 from baftd.errors import BaftError
 from baftd.memory.journal import Journal
@@ -130,10 +130,9 @@ async def _learn_from_headers(
     unknown = {shard.token.epoch: shard for shard in shards if history.find(shard.token.epoch) is None}
     if not unknown:
         return
-    if context.tier is not None:
-        tier = context.tier
-        durable = await context.workers.urgent(lambda: list(tier.list(name)))
-        history.merge(durable_inventory(durable, context.node).epochs)
+    durable = await read_durable(context, name)
+    if durable is not None:
+        history.merge(durable.epochs)
     for shard in unknown.values():
         # What an epoch began from is not in a header. Where nobody remembers it, nothing older can be told to be its
         # ancestor, so nothing older is offered.

@@ -20,14 +20,14 @@ from baftd.checkpoint.shard import small_room_for
 from baftd.daemon.context import Context
 from baftd.daemon.digesting import NO_PLACE, shard_of_fetch
 from baftd.daemon.job import JobOnNode
-from baftd.errors import BaftError, Fenced, NoRoom, UsageError, VerificationFailed
+from baftd.errors import BaftError, Fenced, FormatError, NoRoom, UsageError, VerificationFailed
 from baftd.memory import preflight
 from baftd.memory.header import SlotHeader, SlotState
 from baftd.memory.slot_file import IMAGE_OFFSET, file_size
 from baftd.storage.interface import DurableCheckpoint, FileSink
 from baftd.wire.messages import SlotImage
 
-__all__ = ["Brought", "Restorer", "durable_inventory"]
+__all__ = ["Brought", "Restorer", "durable_inventory", "read_durable"]
 
 Told = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)"""
@@ -44,8 +44,36 @@ class Brought:
     passed_over: tuple[str, ...] = ()
 
 
-def durable_inventory(found: list[DurableCheckpoint], node: str) -> Inventory:
-    """What a durable tier holds, as recovery wants it."""
+async def read_durable(context: Context, job: str) -> Inventory | None:
+    """What the durable tier holds of a job; None where there is no tier, or it cannot be read (which is logged)."""
+    tier = context.tier
+    if tier is None:
+        return None
+    try:
+        return await context.workers.urgent(
+            lambda: durable_inventory(list(tier.list(job)), _fence(context, job), context.node)
+        )
+    except (BaftError, OSError) as error:
+        # A directory that cannot be read must not keep a job from what lies in memory.
+        context.log.warning("durable_unreadable", job=job, why=str(error))
+        return None
+
+
+def _fence(context: Context, job: str) -> Token | None:
+    assert context.tier is not None
+    try:
+        return context.tier.newest_token(job)
+    except FormatError as error:
+        context.log.warning("fence_damaged", job=job, why=str(error))
+        return None
+
+
+def durable_inventory(found: list[DurableCheckpoint], fence: Token | None, node: str) -> Inventory:
+    """What a durable tier holds, as recovery wants it.
+
+    `fence`: the newest token that was opened there. Where nothing else remembers its epoch (the state directory was
+    lost), it is taken to have begun from the newest complete checkpoint, so that the next epoch lies above it.
+    """
     shards: list[Held] = []
     epochs: dict[int, EpochFacts] = {}
     bad: list[tuple[CheckpointId, int, str]] = []
@@ -69,6 +97,11 @@ def durable_inventory(found: list[DurableCheckpoint], node: str) -> Inventory:
                 image_length=part.nbytes,
             )
             shards.append(Held(shard, Source("durable", "", part.to_fields())))
+    if fence is not None and fence.epoch not in epochs:
+        whole = [c for c in found if c.state == "complete" and c.token is not None and c.token.epoch < fence.epoch]
+        newest = max(whole, key=lambda c: c.checkpoint, default=None)
+        parent = newest.checkpoint if newest is not None else None
+        epochs[fence.epoch] = EpochFacts(fence, newest.world if newest is not None else 1, parent)
     return Inventory(node, NO_PLACE, tuple(shards), tuple(epochs.values()), highest, tuple(bad))
 
 
@@ -81,15 +114,9 @@ class Restorer:
     async def inventories(self, job: JobOnNode) -> list[Inventory]:
         """What this node's slots and the durable tier hold. What they prove teaches the coordinator."""
         found = [job.core.inventory()]
-        tier = self._context.tier
-        if tier is not None:
-            try:
-                durable = await self._context.workers.urgent(lambda: list(tier.list(job.name)))
-            except (BaftError, OSError) as error:
-                # A directory that cannot be read must not keep a job from what lies in memory.
-                job.log.warning("durable_unreadable", why=str(error))
-            else:
-                found.append(durable_inventory(durable, self._context.node))
+        durable = await read_durable(self._context, job.name)
+        if durable is not None:
+            found.append(durable)
         return found
 
     async def plan(

@@ -159,6 +159,8 @@ class Service:
         await coordinator.start(
             settings.node, incarnation, Decisions(context, self.jobs, self.waiters, self.durable, self.release)
         )
+        if tier is not None:
+            await self._sweep_durable(tier)
         for name in root.jobs():
             try:
                 await self.job(name)
@@ -186,7 +188,18 @@ class Service:
             file_ops=self.seams.storage_ops,
             readback=settings.durable_readback,
             clock=self.seams.clock,
+            copy_source=bool(settings.clients),
         )
+
+    async def _sweep_durable(self, tier: DirectoryTier) -> None:
+        """Finish what a daemon that was killed left half done, before anything there is believed."""
+        try:
+            for name in await self.context.workers.urgent(tier.jobs):
+                swept = await self.context.workers.urgent(tier.sweep, name)
+                for line in (*swept.lines, *swept.problems):
+                    self._log.info("swept", job=name, what=line)
+        except (BaftError, OSError) as error:
+            self._log.warning("durable_unreadable", path=self.settings.durable_dir, why=str(error))
 
     async def _end(self, server: Server) -> None:
         if hasattr(self, "context"):

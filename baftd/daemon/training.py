@@ -259,8 +259,9 @@ class Trainer:
         token = Token(message.token.epoch, message.token.incarnation)
         self._passed(job, client, message.step)
         job.counters.add("torn" if message.torn else "skipped")
-        job.training.last_skip = f"rank {client.rank}, step {message.step}: {message.reason}"
-        job.log.info("skipped", rank=client.rank, step=message.step, torn=message.torn, why=message.reason)
+        repeated = job.training.skipped(client.rank, message.step, message.reason)
+        say = job.log.debug if repeated else job.log.info  # a fast job that skips every step must not fill the log
+        say("skipped", rank=client.rank, step=message.step, torn=message.torn, why=message.reason)
         writer = job.writer_of(client)
         job.apply(
             job.core.skip(client.rank, writer, token, message.step, message.reason, message.slot, message.generation)

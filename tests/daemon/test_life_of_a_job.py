@@ -231,10 +231,8 @@ def test_second_start_of_a_running_job_waits_then_is_told_to_try_again(run_dirs:
             assert resumed is not None
             assert resumed["step"] == 2
         first.go_on()
-        assert first.wait() == 1
-        failed = first.last("failed")
-        assert failed is None or failed["error"] == "Fenced"
-        assert "fenced" in daemon.log
+        assert first.wait() == 0  # a fenced process may live, nothing it does is kept
+        assert "event=fenced" in daemon.log
 
 
 def test_dead_predecessor_does_not_delay(run_dirs: RunDirs) -> None:

@@ -123,9 +123,10 @@ def hold_then_die(checkpointer: Any, chunk: int) -> None:
     """Begin a snapshot that stops before chunk number `chunk`, and die there."""
     page = checkpointer.session._layout._control
     page.set("hold_at", chunk)
+    copies = page.get("copies")
     checkpointer.step()
     deadline = time.monotonic() + 10
-    while page.get("chunks_done") < chunk and time.monotonic() < deadline:
+    while (page.get("copies") == copies or page.get("chunks_done") != chunk) and time.monotonic() < deadline:
         time.sleep(0.0005)
     say("dying", chunks=page.get("chunks_done"))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -171,6 +172,7 @@ class TrainerProcess:
         takeover: see `main`."""
         self.rank = rank
         self.events: list[dict[str, Any]] = []
+        self._waits = False
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
         env = dirs.environ(connect_timeout="20 s")
         env.update({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **(environ or {})})
@@ -197,6 +199,9 @@ class TrainerProcess:
 
     def wait_for(self, event: str, timeout: float = 30.0) -> dict[str, Any]:
         """The next event of that kind; those before it are kept in `events`. Fails at the end of the output."""
+        if event == "waiting" and self._waits:
+            self._waits = False
+            return self.events[-1]
         deadline = time.monotonic() + timeout
         while True:
             try:
@@ -236,6 +241,19 @@ class TrainerProcess:
             if found is not None:
                 self.events.append(found)
         self._queue.put(None)
+
+    @property
+    def finished_waiting(self) -> bool:
+        """Whether it waits for a word, or has ended."""
+        while not self._queue.empty():
+            found = self._queue.get_nowait()
+            if found is None:
+                self._queue.put(None)
+                return True
+            self.events.append(found)
+            if found["event"] == "waiting":
+                self._waits = True
+        return self._waits
 
     def last(self, event: str) -> dict[str, Any] | None:
         """The newest event of a kind."""
