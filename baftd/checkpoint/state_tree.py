@@ -33,7 +33,7 @@ import enum
 import struct
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from math import prod
 from types import NoneType
@@ -194,16 +194,13 @@ def _items(values: Iterable[object], depth: int) -> list[Any]:
 
 def _mapping(value: dict[Any, Any], depth: int) -> dict[Any, Any]:
     out: dict[Any, Any] = {}
-    plain = True
     for key, item in value.items():
-        if type(key) is not str:
-            plain = False
         try:
             out[key if type(key) is str else _key(key, depth)] = _to_wire(item, depth)
         except _Refused as refused:
             refused.steps.append(f".{key}" if type(key) is str else f"[{key!r:.80}]")
             raise
-    if not plain and len({_shown(key) for key in value}) != len(value):
+    if _collide(value):
         raise _Refused("dict with two keys that are equal once an enum member is replaced by its value")
     return out
 
@@ -233,6 +230,17 @@ def _hashable_when_read(key: object) -> bool:
     return True
 
 
+def _collide(keys: Collection[object]) -> bool:
+    """Whether two keys would be equal where no enum class is known."""
+    return any(map(_holds_enum, keys)) and len({_shown(key) for key in keys}) != len(keys)
+
+
+def _holds_enum(key: object) -> bool:
+    if isinstance(key, enum.Enum):
+        return True
+    return type(key) in (tuple, frozenset) and any(map(_holds_enum, cast("Iterable[object]", key)))
+
+
 def _shown(key: object) -> object:
     """A key as it comes back where no enum class is known."""
     if isinstance(key, enum.Enum):
@@ -244,15 +252,12 @@ def _shown(key: object) -> object:
     return key
 
 
-def _members(value: Iterable[object], depth: int) -> bytes:
+def _members(value: Collection[object], depth: int) -> bytes:
     """Members of a set, in an order that does not depend on hashes."""
-    members = []
-    count = 0
-    for count, member in enumerate(value, 1):  # noqa: B007 - counts
-        members.append(_pack(_key(member, depth)))
-    if len({_shown(member) for member in value}) != count:
+    members = sorted(_pack(_key(member, depth)) for member in value)
+    if _collide(value):
         raise _Refused("set with two members that are equal once an enum member is replaced by its value")
-    return cast("bytes", msgpack.Packer().pack_array_header(count)) + b"".join(sorted(members))
+    return cast("bytes", msgpack.Packer().pack_array_header(len(members))) + b"".join(members)
 
 
 def _enum_to_wire(value: enum.Enum, depth: int) -> object:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from baftd.checkpoint import image as image_module
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import (
     MAX_HEADER,
@@ -143,10 +144,13 @@ def test_numbers_out_of_range_are_refused() -> None:
         plan_image([WEIGHT], -1, job="gpt", rank=0, world=1)
 
 
-def test_a_header_that_safetensors_would_refuse_is_refused_with_sense() -> None:
-    entries = [TensorEntry(f"{'n' * 1000}{i}", "F32", (1,), 4) for i in range(MAX_HEADER // 1000)]
-    with pytest.raises(UsageError, match=r"100000 tensors of rank 0 need a header of 10\d MB; .* at most 100 MB"):
+def test_a_header_that_safetensors_would_refuse_is_refused_with_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MAX_HEADER == 100_000_000
+    monkeypatch.setattr(image_module, "MAX_HEADER", 1_000_000)
+    entries = [TensorEntry(f"{'n' * 1000}{i}", "F32", (1,), 4) for i in range(1000)]
+    with pytest.raises(UsageError, match=r"1000 tensors of rank 0 need a header of 1 MB; .* at most 1 MB"):
         plan_image(entries, 0, job="gpt", rank=0, world=1)
+    plan_image(entries[:900], 0, job="gpt", rank=0, world=1)
 
 
 def test_length_bytes_that_look_like_a_template() -> None:

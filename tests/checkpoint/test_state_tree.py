@@ -99,7 +99,10 @@ arrays = hnp.arrays(dtypes, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0,
 )
 numpy_scalars = hnp.arrays(plain_dtypes, (1,)).map(lambda array: array[0])
 keys = st.recursive(
-    scalars | numpy_scalars, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=3
+    # Comparing two timedelta64 of years and of days raises: such keys cannot be held together even by Python.
+    scalars | numpy_scalars.filter(lambda scalar: scalar.dtype.kind != "m"),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
+    max_leaves=3,
 )
 tensors = st.builds(
     TreeTensor, st.sampled_from(["BF16", "C64"]), st.lists(st.integers(0, 9)).map(tuple), st.binary(max_size=30)
@@ -119,7 +122,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(trees)
 def test_every_tree_comes_back_as_it_was(tree: Any) -> None:
     same(tree)
@@ -350,7 +353,7 @@ def test_nested_payloads_do_not_exhaust_the_stack() -> None:
         decode(MAGIC + value)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.binary(max_size=120), trees, st.integers(0, 10**6), st.integers(0, 255))
 def test_garbage_is_an_error_or_a_tree_that_can_be_encoded(data: bytes, tree: Any, where: int, byte: int) -> None:
     damaged = bytearray(encode(tree))
