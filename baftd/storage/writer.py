@@ -125,6 +125,7 @@ class BulkWriter:
 
     def _work(self, fd: int, offsets: list[int], stop: threading.Event) -> None:
         behind: tuple[int, int] | None = None
+        own = memoryview(mmap.mmap(-1, self.block)) if self.copy else None
         while not stop.is_set():
             with self._lock:
                 start = self._next
@@ -133,7 +134,7 @@ class BulkWriter:
                 break
             size = min(self.block, self.length - start)
             self.bounds.admit(size, f"writing {self.what}")
-            view = self._map(start, size)
+            view = self._map(start, size, own)
             self._put(fd, view, start)
             if not self._direct:
                 self.ops.start_writeback(fd, start, size)
@@ -147,13 +148,16 @@ class BulkWriter:
             if self.bounds.progress is not None:
                 self.bounds.progress(written)
 
-    def _map(self, start: int, size: int) -> memoryview:
-        """[start, start + size) of the image as memory. Unmapped when the last reference to it goes."""
+    def _map(self, start: int, size: int, own: memoryview | None = None) -> memoryview:
+        """[start, start + size) of the image as memory. Unmapped when the last reference to it goes.
+
+        `own`: page-aligned memory to use where the source is copied.
+        """
         if os.fstat(self.source_fd).st_size < self.source_offset + self.length:
             raise VerificationFailed(f"{self.what}: the slot was cut to less than {self.length} bytes of image.")
         down = start % PAGE
         if self.copy:
-            return self._copied(start, size)
+            return self._copied(start, size, own)
         window = mmap.mmap(
             self.source_fd,
             size + down,
@@ -163,8 +167,8 @@ class BulkWriter:
         )
         return memoryview(window)[down:]
 
-    def _copied(self, start: int, size: int) -> memoryview:
-        buffer = memoryview(mmap.mmap(-1, _up(size)))[:size]
+    def _copied(self, start: int, size: int, own: memoryview | None) -> memoryview:
+        buffer = (own if own is not None else memoryview(mmap.mmap(-1, _up(size))))[:size]
         done = 0
         while done < size:
             got = os.preadv(self.source_fd, [buffer[done:]], self.source_offset + start + done)
@@ -237,7 +241,8 @@ def run_niced(threads: int, work: Callable[[threading.Event], None]) -> None:
     def body() -> None:
         try:
             with contextlib.suppress(PermissionError):  # in some sandboxes
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+                me = threading.get_native_id()
+                os.setpriority(os.PRIO_PROCESS, me, max(NICE, os.getpriority(os.PRIO_PROCESS, me)))
             work(stop)
         except BaseException as error:  # noqa: BLE001 - carried to the thread that waits, and raised there
             errors.append(error)

@@ -168,6 +168,7 @@ def test_an_older_token_writes_nothing(tier: DirectoryTier, shm: Path) -> None:
     for attempt in (
         lambda: save(tier, old),
         lambda: commit(tier, half, [record]),
+        lambda: commit(tier, old[0], list(first.parts)),
         lambda: make_slot(shm, step=10).write(tier, "gpt"),
         lambda: tier.open_epoch("gpt", token(1)),
         lambda: tier.delete("gpt", first.checkpoint, token=token(1)),
