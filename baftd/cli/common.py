@@ -129,17 +129,24 @@ class ProgressLine:
         self._open = False
 
     def __call__(self, part: Progress | ResumeProgress) -> None:
+        """Show a part of the daemon's answer."""
         from baftd.wire.messages import Progress
 
-        if self._silent or not isinstance(part, Progress):
+        if isinstance(part, Progress):
+            self.show(part.what, part.done, part.total)
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show that `done` of `total` (0: unknown) is done of `what`."""
+        if self._silent:
             return
         if self._live:
-            share = f"{100 * part.done // part.total:3d} %" if part.total else ""
-            sys.stderr.write(f"\r\x1b[K{printable(part.what)} {share}")
-            self._open = True
-        elif part.what != self._last:
-            sys.stderr.write(f"{printable(part.what)}\n")
-        self._last = part.what
+            text = f"{printable(what)} {100 * done // total:3d} %" if total else printable(what)
+            if text != self._last:
+                sys.stderr.write(f"\r\x1b[K{text}")
+            self._last, self._open = text, True
+        elif what != self._last:
+            sys.stderr.write(f"{printable(what)}\n")
+            self._last = what
         sys.stderr.flush()
 
     def close(self) -> None:

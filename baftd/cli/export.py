@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baftd.checkpoint.identity import CheckpointId
-from baftd.cli.common import ask, connect, print_json
+from baftd.cli.common import ProgressLine, ask, connect, print_json
 from baftd.cli.render import age, say, size
 from baftd.errors import NothingRestorable, Unreachable, UsageError, VerificationFailed
 
@@ -27,16 +27,16 @@ def run_export(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.dry_run or arguments.force:
         raise UsageError("--dry-run and --force make no sense with --to: an export changes nothing of the job.")
     begin = time.monotonic()
-    bar = _Bar(silent=arguments.json)
+    line = ProgressLine(silent=arguments.json)
     plan = None if arguments.epoch is not None else _plan(arguments, settings)
     try:
         if plan is not None:
             checkpoint = CheckpointId(plan.epoch, plan.step)
-            result = _from_plan(plan, arguments, settings, bar)
+            result = _from_plan(plan, arguments, settings, line)
         else:
-            checkpoint, result = _from_durable(arguments, settings, bar)
+            checkpoint, result = _from_durable(arguments, settings, line)
     finally:
-        bar.close()
+        line.close()
     seconds = time.monotonic() - begin
     if arguments.json:
         print_json(
@@ -65,24 +65,8 @@ def run_export(arguments: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-class _Bar:
-    """Bytes done, on a terminal."""
-
-    def __init__(self, *, silent: bool) -> None:
-        self._live = sys.stderr.isatty() and not silent
-        self._shown = -1
-
-    def __call__(self, done: int, total: int) -> None:
-        share = 100 * done // total if total else 100
-        if self._live and share != self._shown:
-            self._shown = share
-            sys.stderr.write(f"\r\x1b[Kverifying and writing {share:3d} % of {size(total)}")
-            sys.stderr.flush()
-
-    def close(self) -> None:
-        if self._live:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+def _shown_on(line: ProgressLine) -> Callable[[int, int], None]:
+    return lambda done, total: line.show("verifying and writing", done, total)
 
 
 # ---------------------------------------------------------------- with a daemon
@@ -103,7 +87,7 @@ def _plan(arguments: argparse.Namespace, settings: Settings) -> RestoreReply | N
 
 
 def _from_plan(
-    plan: RestoreReply, arguments: argparse.Namespace, settings: Settings, bar: _Bar
+    plan: RestoreReply, arguments: argparse.Namespace, settings: Settings, line: ProgressLine
 ) -> ExportResult:
     from baftd.storage.export import export_images
 
@@ -111,7 +95,7 @@ def _from_plan(
         _slot_image(source, plan) if source.tier == "memory" else _shard_image(source, plan, arguments.job)
         for source in plan.sources
     ]
-    return export_images(images, arguments.to, progress=bar)
+    return export_images(images, arguments.to, progress=_shown_on(line))
 
 
 def _slot_image(source: RestoreSource, plan: RestoreReply) -> ImageSource:
@@ -160,7 +144,7 @@ def _tier(root: Path) -> Tier:
 
 
 def _from_durable(
-    arguments: argparse.Namespace, settings: Settings, bar: _Bar
+    arguments: argparse.Namespace, settings: Settings, line: ProgressLine
 ) -> tuple[CheckpointId, ExportResult]:
     from baftd.storage.export import export_safetensors
 
@@ -170,7 +154,7 @@ def _from_durable(
         )
     tier = _tier(settings.durable_dir)
     chosen = _choose(tier, arguments, settings.durable_dir)
-    return chosen, export_safetensors(tier, arguments.job, chosen, arguments.to, progress=bar)
+    return chosen, export_safetensors(tier, arguments.job, chosen, arguments.to, progress=_shown_on(line))
 
 
 def _choose(tier: Tier, arguments: argparse.Namespace, root: Path) -> CheckpointId:

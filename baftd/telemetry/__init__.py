@@ -1,10 +1,9 @@
 """What baftd says about itself: log lines, one an event, and counters."""
 
-from baftd.telemetry.counters import CLIENT_COUNTERS, DAEMON_COUNTERS, JOB_COUNTERS, Counters
+from baftd.telemetry.counters import DAEMON_COUNTERS, JOB_COUNTERS, Counters
 from baftd.telemetry.log import LEVELS, Logger, configure, get_logger
 
 __all__ = [
-    "CLIENT_COUNTERS",
     "DAEMON_COUNTERS",
     "JOB_COUNTERS",
     "LEVELS",

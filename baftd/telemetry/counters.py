@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-__all__ = ["CLIENT_COUNTERS", "DAEMON_COUNTERS", "JOB_COUNTERS", "Counters"]
+__all__ = ["DAEMON_COUNTERS", "JOB_COUNTERS", "Counters"]
 
 JOB_COUNTERS: Mapping[str, str] = {
     "snapshots": "steps committed at the memory tier",
@@ -38,24 +38,6 @@ DAEMON_COUNTERS: Mapping[str, str] = {
     "internal_errors": "unexpected exceptions; each is in the log with its traceback",
 }
 """Counters of one daemon."""
-
-CLIENT_COUNTERS: Mapping[str, str] = {
-    "boundaries": "calls of step()",
-    "begun": "snapshots begun",
-    "sealed": "snapshots sealed",
-    "skipped": "boundaries without a snapshot, whatever the reason",
-    "torn": "snapshots dropped because the state changed under the copy",
-    "no_slot": "skipped: the daemon had granted no slot",
-    "no_daemon": "skipped: the daemon was away",
-    "too_big": "skipped: the small state had outgrown its room",
-    "late": "fences that had to wait for the copy",
-    "reconnects": "times the connection to the daemon was made anew",
-    "declared": "times the layout was declared",
-    "audits": "snapshots compared byte by byte",
-    "errors": "unexpected failures inside the session, none of which reached the training loop",
-}
-"""Counters of one training process."""
-
 
 class Counters:
     """Thread-safe counters over one of the tables above; a name that is not in the table is a `KeyError`."""

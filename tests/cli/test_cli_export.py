@@ -78,7 +78,7 @@ def test_export_without_a_daemon(cli: Cli) -> None:
     out = cli.dirs.base / "out"
     arguments = ("restore", "--job", "gpt", "--to", str(out), "--durable-dir", str(cli.dirs.durable))
     code, text, err = cli(*arguments, "--format", "safetensors")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "verifying and writing\n")
     assert "job gpt, step 8 (epoch 1)" in text
     assert f"{out}/model.safetensors" in text
     assert "note: Small state" in text
