@@ -33,7 +33,7 @@ import enum
 import struct
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from types import NoneType
@@ -54,6 +54,7 @@ MAX_DEPTH: Final = 64
 MAX_TREE_BYTES: Final = 1 << 30
 MAX_ITEMS: Final = 1 << 24
 """Items in one container."""
+MAX_DIMENSIONS: Final = 64
 
 _TUPLE, _SET, _FROZENSET, _INT, _COMPLEX, _BYTEARRAY, _ARRAY, _SCALAR, _TENSOR, _ENUM, _ORDERED, _DEFAULT = range(1, 13)
 _PLAIN = frozenset({NoneType, bool, float, str, bytes})
@@ -279,7 +280,7 @@ def _default_to_wire(value: defaultdict[Any, Any], depth: int) -> object:
 
 
 def _tensor_to_wire(value: TreeTensor, _: int) -> object:
-    if type(value.dtype) is not str or not all(type(size) is int and size >= 0 for size in value.shape):
+    if type(value.dtype) is not str or not _is_shape(value.shape):
         raise _Refused(f"TreeTensor of dtype {value.dtype!r} and shape {value.shape!r}")
     data = value.data if type(value.data) is bytes else memoryview(value.data).tobytes()
     return _ext(_TENSOR, _pack([value.dtype, list(value.shape), data]))
@@ -502,8 +503,8 @@ def _checked_set(kind: Callable[[list[Any]], Any], members: list[Any]) -> Any:
     return found
 
 
-def _is_shape(shape: list[Any]) -> bool:
-    return len(shape) <= 32 and all(type(size) is int and size >= 0 for size in shape)
+def _is_shape(shape: Sequence[Any]) -> bool:
+    return len(shape) <= MAX_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
 
 
 def _dtype_from_wire(described: object) -> Any:
