@@ -127,4 +127,4 @@ def _canary(report: Report, engine: CopyEngine, tensors: int, rounds: int) -> No
         return timed(lambda: engine.canary(table)) * 1e3
 
     report.add("canary_ms", median([cold() for _ in range(3 * rounds)]), unit="ms", goal=None, better="lower",
-               how=f"16 elements of each of {tensors} tensors, caches cold; once at begin, once at the fence")  # fmt: skip
+               how=f"16 elements of each of {tensors} tensors, caches cold; at begin and at the fence")  # fmt: skip

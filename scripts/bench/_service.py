@@ -34,7 +34,8 @@ class Service:
     def environ(self) -> dict[str, str]:
         """For every process that belongs to it."""
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BAFTD_")}
-        environ["PYTHONPATH"] = os.pathsep.join(str(ROOT / part) for part in ("", "clients", "adapters", "scripts/bench"))
+        ours = [str(ROOT / part) for part in ("", "clients", "adapters", "scripts/bench")]
+        environ["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [environ.get("PYTHONPATH")])])
         environ.update(
             BAFTD_RUN_DIR=str(self.base / "run"),
             BAFTD_STATE_DIR=str(self.base / "state"),

@@ -25,7 +25,7 @@ class _Trainer:
     """`_trainer.py` in a process of its own; yields the JSON lines that it says."""
 
     def __init__(self, service: Service, **spec: object) -> None:
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environ = {**service.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("_trainer.py")), json.dumps(spec)],
@@ -119,7 +119,7 @@ def _held(report: Report, series: dict[str, list[float]], nbytes: int, work: flo
 
 def _durable(report: Report, series: dict[str, list[float]]) -> None:
     report.add("durable_ratio", ratio(series["plain"], series["baftd"]), unit="", goal=0.9, better="higher",
-               how="a committed step made durable, manifest and fsync included, against a plain O_DIRECT write")  # fmt: skip
+               how="a committed step made durable, manifests and fsync too, against a plain O_DIRECT write")  # fmt: skip
     report.add("durable_gbps", median([1e-9 / s for s in series["baftd"]]), unit="GB/s", goal=None, better="higher",
                how="the same, bytes a second")  # fmt: skip
 
