@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from baftd import __version__
 from baftd.checkpoint.facts import JobView, ShardFacts
-from baftd.checkpoint.history import History
+from baftd.checkpoint.history import BadSource, History
 from baftd.checkpoint.identity import CheckpointId
 from baftd.daemon.clients import ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.durable import DurableWriter
 from baftd.daemon.job import JobOnNode
-from baftd.errors import BaftError, UsageError
+from baftd.errors import BaftError, Degraded, UsageError
 from baftd.storage.interface import DurableCheckpoint
 from baftd.wire.messages import (
     CheckpointRow,
@@ -236,23 +236,36 @@ class Inspector:
     async def _verify_one(self, name: str, checkpoint: CheckpointId, what: _Found) -> list[tuple[bool, str]]:
         workers, job = self._context.workers, self._jobs.get(name)
         lines: list[tuple[bool, str]] = []
+        bad: list[BadSource] = []
         for rank, shard in sorted(what.memory.items()):
             slot = job.core.holding(rank, checkpoint) if job is not None else None
             if job is None or slot is None:
                 continue
             where = f"{checkpoint} rank {rank} memory {job.arena.slot_path(rank, slot.index)}"
+            generation = slot.generation
             try:
                 seen = await workers.urgent(job.files.verify, rank, slot.index, workers.cancel)
+                problem = "" if seen.root_digest == shard.root_digest else "its bytes are not those of its digest"
+            except Degraded:
+                raise
             except (BaftError, OSError) as error:
-                lines.append((False, f"BAD   {where}: {error}"))
-                continue
-            same = seen.root_digest == shard.root_digest and seen.checkpoint == checkpoint
-            text = "" if same else ": the slot was filled anew while it was read, or its bytes changed"
-            lines.append((same, f"{'ok   ' if same else 'BAD  '} {where} {shard.image_length} bytes{text}"))
+                problem = str(error)
+            if slot.generation != generation or slot.shard != shard:
+                continue  # it was granted anew while it was read: the step is superseded
+            lines.append(
+                (not problem, f"{'BAD  ' if problem else 'ok   '} {where} {problem or f'{shard.image_length} bytes'}")
+            )
+            if problem:
+                bad.append(BadSource(checkpoint, rank, "memory", self._context.node, problem))
         tier = self._context.tier
         if tier is not None and what.durable is not None:
             found = await workers.urgent(lambda: list(tier.verify(name, checkpoint, cancel=workers.cancel)))
-            lines += [
-                (line.ok, f"{'ok   ' if line.ok else 'BAD  '} {checkpoint} durable {line.text}") for line in found
-            ]
+            for line in found:
+                lines.append((line.ok, f"{'ok   ' if line.ok else 'BAD  '} {checkpoint} durable {line.text}"))
+                if not line.ok and line.rank is not None:
+                    bad.append(BadSource(checkpoint, line.rank, "durable", "", line.text))
+        token = (await self._context.coordinator.view(name)).token
+        for source in bad:
+            if token is not None:
+                await self._context.coordinator.source_failed(name, token, source)
         return lines

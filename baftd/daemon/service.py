@@ -294,6 +294,8 @@ class Service:
         client = self.clients.of_peer(peer)
         if client is None:
             raise UsageError("this connection belongs to no training process: say hello first.")
+        if not client.alive:
+            return  # it was still in the queue when the process died; what it had sealed was read from its slots
         job = self.jobs.get(client.job) or await self.job(client.job)
         if isinstance(message, Resume):
             if message.job != client.job or message.rank != client.rank:
@@ -351,7 +353,6 @@ class Service:
 
     def _client_died(self, client: Client) -> None:
         job = self.jobs.get(client.job)
-        self.context.server.forget(client.peer)
         if job is None:
             self.clients.remove(client)
             return

@@ -37,6 +37,9 @@ from baftd.wire.messages import (
 
 __all__ = ["Trainer", "layout_record", "to_entry"]
 
+AT_ONCE = 64 << 20
+"""Bytes of slots that are touched before `Declared` is sent; of more only the first slot is."""
+
 
 def to_entry(entry: Entry) -> TensorEntry:
     """A declared entry as the pure core has it."""
@@ -123,10 +126,15 @@ class Trainer:
             job.journal.append(record)
         grants: list[Grant] = []
         writer = job.writer_of(client)
-        ready = job.core.declare(
-            client.rank, writer, token, world=client.world, tree_digest=layout.tree_digest, slots=slots
+        # A slot whose pages are not touched yet would make the training process wait at its first fence: it is given
+        # to the core when it is ready.
+        ready = [slot for slot in slots if slot not in fresh]
+        job.apply(
+            job.core.declare(
+                client.rank, writer, token, world=client.world, tree_digest=layout.tree_digest, slots=ready
+            ),
+            keep_grants=grants,
         )
-        job.apply(ready, keep_grants=grants)
         client.state = "training"
         capacity = file_size(layout.capacity) - IMAGE_OFFSET
         reply = Declared(
@@ -141,8 +149,11 @@ class Trainer:
         )
         self._context.server.send(client.peer, reply)
         job.log.info("declared", rank=client.rank, tensors=len(entries), bytes=layout.capacity, slots=len(slots))
-        if fresh:
-            await workers.urgent(self._prefault, job, client.rank, fresh, message.numa_node)
+        for slot in fresh:
+            await workers.urgent(self._prefault, job, client.rank, slot, message.numa_node)
+            if job.closed or job.layouts.get(client.rank) != record:
+                return  # laid out anew, or over
+            job.apply(job.core.lay_slots(client.rank, [slot]))
 
     def declare_again(self, job: JobOnNode, client: Client) -> bool:
         """After a restart of the daemon or a reconnect: what the process had declared still holds. False: unknown."""
@@ -205,19 +216,17 @@ class Trainer:
         if not os.path.exists(control):
             ControlPage.create(control, rank=rank).close()
             job.arena.let_in(control)
-        if fresh:
-            job.files.get(rank, fresh[0]).prefault(numa_node=numa_node)
-        return slots + fresh, fresh[1:]
+        at_once = len(fresh) if missing * file_size(layout.capacity) <= AT_ONCE else 1
+        for slot in fresh[:at_once]:
+            job.files.get(rank, slot).prefault(numa_node=numa_node)
+        return slots + fresh, fresh[at_once:]
 
-    def _prefault(self, job: JobOnNode, rank: int, slots: list[int], numa_node: int) -> None:
+    def _prefault(self, job: JobOnNode, rank: int, slot: int, numa_node: int) -> None:
         cancel = self._context.workers.cancel
-        for slot in slots:
-            if cancel.is_set() or job.closed:
-                return
-            try:
-                job.files.get(rank, slot).prefault(cancel=cancel.is_set, numa_node=numa_node)
-            except (BaftError, OSError) as error:  # the first snapshot into it touches the pages instead
-                job.log.warning("not_prefaulted", rank=rank, slot=slot, why=str(error))
+        try:
+            job.files.get(rank, slot).prefault(cancel=cancel.is_set, numa_node=numa_node)
+        except (BaftError, OSError) as error:  # the first snapshot into it touches the pages instead
+            job.log.warning("not_prefaulted", rank=rank, slot=slot, why=str(error))
 
     # ------------------------------------------------------------------ every step
 
