@@ -1,0 +1,226 @@
+"""One seeded run: a cluster, a few dozen steps, a handful of faults, then peace, in which it must go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from baftd.checkpoint.commit import Policy
+from tests.simulation.cluster import Cluster, Rules, SimCoordinator, SimNode
+from tests.simulation.oracle import Oracle
+from tests.simulation.scheduler import Scheduler, Violation
+from tests.simulation.training import Launcher
+from tests.simulation.world import DurableDirectory, Machine
+
+__all__ = ["Outcome", "simulate"]
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    seed: int
+    events: int
+    commits: int
+    runs: int
+    rollbacks: int
+    violation: str = ""
+    trace: list[str] = field(default_factory=list)
+
+
+def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trouble: float = 14.0) -> Outcome:
+    """Run one seed for `trouble` seconds of virtual time with faults, then until it has committed again."""
+    sched = Scheduler(seed, trace=trace)
+    rng = sched.rng
+    count, per = rng.choice([(1, 2), (2, 1), (2, 1), (2, 2), (3, 1)])
+    world = count * per
+    durable_on = rng.random() < 0.6
+    policy = Policy(
+        memory_every=1 if rng.random() < 0.8 else 2,
+        durable=durable_on,
+        durable_steps=rng.choice([2, 3, 5]) if durable_on else None,
+        durable_seconds=rng.choice([None, 3.0]) if durable_on else None,
+    )
+    machines = {f"n{index}": Machine(f"n{index}") for index in range(count)}
+    durable = DurableDirectory()
+    oracle = Oracle(machines, durable, world)
+    slots = 4 if durable_on else 3
+    cluster = Cluster(sched, rules or Rules(), oracle, machines, durable, world, policy, slots)
+    cluster.torn_shells = rng.choice([0.0, 0.0, 0.004])
+    cluster.coordinator = SimCoordinator(cluster)
+    for name, machine in machines.items():
+        cluster.nodes[name] = SimNode(cluster, machine)
+        cluster.nodes[name].boot()
+    launcher = Launcher(cluster, target=rng.randint(4, 30))
+    outcome = Outcome(seed, 0, 0, 0, 0)
+    try:
+        launcher.tick()
+        _coordinator_timer(cluster)
+        faults = _Faults(cluster, launcher)
+        for _ in range(rng.randint(1, 6)):
+            sched.at(rng.uniform(0.5, trouble), faults.strike)
+        if rng.random() < 0.25:
+            faults.three_crashes(rng.uniform(2.0, trouble / 2))
+        sched.run(trouble, oracle.check)
+        faults.heal()
+        _must_commit(cluster, launcher)
+    except Violation as violation:
+        outcome.violation = f"at {sched.now:.3f} s: {violation}"
+        if trace:
+            sched.trace("VIOLATION", str(violation))
+    outcome.events, outcome.commits = sched.events, oracle.commits
+    outcome.runs, outcome.rollbacks = launcher.runs, launcher.rollbacks
+    outcome.trace = sched.lines
+    return outcome
+
+
+def _must_commit(cluster: Cluster, launcher: Launcher) -> None:
+    """Without faults the job commits step after step again, soon."""
+    sched, start = cluster.sched, cluster.oracle.commits
+    deadline = sched.now + 60.0
+    while cluster.oracle.commits < start + 4:
+        if sched.now >= deadline:
+            raise Violation("the job does not commit any more, though nothing fails")
+        sched.run(sched.now + 1.0, cluster.oracle.check)
+
+
+def _coordinator_timer(cluster: Cluster) -> None:
+    cluster.coordinator.call("tick")
+    cluster.sched.at(0.6, _coordinator_timer, cluster)
+
+
+class _Faults:
+    """What goes wrong."""
+
+    def __init__(self, cluster: Cluster, launcher: Launcher) -> None:
+        self.cluster = cluster
+        self.launcher = launcher
+
+    def strike(self) -> None:
+        """Something happens, at random."""
+        rng = self.cluster.sched.rng
+        kind = rng.choices(
+            [
+                self._rank,
+                self._daemon,
+                self._machine,
+                self._coordinator,
+                self._wipe,
+                self._flip,
+                self._both,
+                self._all,
+                self._cadence,
+            ],
+            [4, 4, 2, 2, 2, 1, 1, 3, 1],
+        )[0]
+        kind()
+
+    def three_crashes(self, at: float) -> None:
+        """Crash three times around one step number."""
+        sched = self.cluster.sched
+        for index in range(3):
+            sched.at(at + index * sched.rng.uniform(2.0, 3.0), self._all)
+
+    def _rank(self) -> None:
+        run = self.launcher.run
+        if run is not None and run.processes and not run.over:
+            self.cluster.sched.rng.choice(list(run.processes.values())).vanish()
+
+    def _all(self) -> None:
+        run = self.launcher.run
+        if run is not None and run.training and not run.over:
+            for process in run.processes.values():
+                if self.cluster.sched.chance(0.9):
+                    process.vanish()
+            run.end("all ranks crash")
+
+    def _daemon(self) -> None:
+        rng = self.cluster.sched.rng
+        node = rng.choice(list(self.cluster.nodes.values()))
+        if node.core is not None:
+            node.kill_daemon()
+            self.cluster.sched.at(rng.uniform(0.05, 3.0), node.start_daemon)
+
+    def _machine(self) -> None:
+        sched = self.cluster.sched
+        node = sched.rng.choice(list(self.cluster.nodes.values()))
+        if not node.machine.up:
+            return
+        incarnation = node.machine.incarnation
+        node.power_off()
+        if sched.chance(0.6):  # the lease runs out
+            sched.at(
+                sched.rng.uniform(0.0, 1.0),
+                self.cluster.coordinator.call,
+                "node_lost",
+                node.name,
+                incarnation,
+                "its lease has run out",
+            )
+        sched.at(sched.rng.uniform(0.3, 2.0), self._boot, node)
+
+    def _boot(self, node: SimNode) -> None:
+        if not node.machine.up:
+            node.boot()
+
+    def _coordinator(self) -> None:
+        if self.cluster.coordinator.core is not None:
+            self.cluster.coordinator.crash(wiped=False, away=self.cluster.sched.rng.choice([0.05, 1.0, 4.0]))
+
+    def _wipe(self) -> None:
+        if self.cluster.coordinator.core is not None:
+            self.cluster.coordinator.crash(wiped=True, away=self.cluster.sched.rng.choice([0.05, 1.0, 4.0]))
+
+    def _both(self) -> None:
+        self._all()
+        for node in self.cluster.nodes.values():
+            if node.core is not None:
+                node.kill_daemon()
+                self.cluster.sched.at(self.cluster.sched.rng.uniform(0.05, 1.0), node.start_daemon)
+
+    def _flip(self) -> None:
+        """A bit flips in a verified slot, or in a durable shard."""
+        cluster, rng = self.cluster, self.cluster.sched.rng
+        places = [
+            (node.name, rank, slot.index)
+            for node in cluster.nodes.values()
+            if node.core is not None
+            for rank, table in sorted(node.core.tables.items())
+            for slot in table.contents()
+        ]
+        if places and rng.random() < 0.7:
+            name, rank, slot = rng.choice(places)
+            held = cluster.machines[name].slots[(rank, slot)]
+            assert held.header.shard is not None
+            cluster.oracle.damaged.add((held.header.shard.token, held.header.shard.step))
+            held.content = (-1, rng.getrandbits(20))
+        elif cluster.durable.checkpoints:
+            checkpoint = rng.choice(sorted(cluster.durable.checkpoints))
+            entry = cluster.durable.checkpoints[checkpoint]
+            if entry.shards:
+                rank = rng.choice(sorted(entry.shards))
+                cluster.oracle.damaged.add((entry.token, checkpoint.step))
+                entry.shards[rank] = (entry.shards[rank][0], (-1, rng.getrandbits(20)))
+
+    def _cadence(self) -> None:
+        core = self.cluster.coordinator.core
+        if core is not None and core.token is not None:
+            self.cluster.coordinator.execute(core.set_cadence(self.cluster.sched.rng.choice([1, 2, 3])))
+
+    def heal(self) -> None:
+        """From now on nothing fails: what is down comes up, stale processes die."""
+        cluster = self.cluster
+        cluster.healing = True
+        cluster.torn_shells = 0.0
+        cluster.sched.lossy = False
+        if cluster.sched.tracing:
+            cluster.sched.trace("world", "PEACE")
+        for process in list(cluster.processes.values()):
+            if process.zombie:
+                process.vanish()
+        if cluster.coordinator.core is None:
+            cluster.coordinator.start()
+        for node in cluster.nodes.values():
+            if not node.machine.up:
+                node.boot()
+            elif node.core is None:
+                node.start_daemon()
