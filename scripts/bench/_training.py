@@ -119,7 +119,7 @@ def _held(report: Report, series: dict[str, list[float]], nbytes: int, work: flo
 
 def _durable(report: Report, series: dict[str, list[float]]) -> None:
     report.add("durable_ratio", ratio(series["plain"], series["baftd"]), unit="", goal=0.9, better="higher",
-               how="a committed step made durable, manifests and fsync too, against a plain O_DIRECT write")  # fmt: skip
+               how="a committed step made durable, fsync and manifests too, against an O_DIRECT write")  # fmt: skip
     report.add("durable_gbps", median([1e-9 / s for s in series["baftd"]]), unit="GB/s", goal=None, better="higher",
                how="the same, bytes a second")  # fmt: skip
 
