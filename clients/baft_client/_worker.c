@@ -389,7 +389,7 @@ bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) 
     atomic_fetch_add(&e->job, 1);
     tell(e, table->nchunks ? BAFT_WAITING : BAFT_DONE);
     atomic_store(&e->armed, 1);
-    if (table->nchunks) change_gate(e, KEEP);
+    if (table->nchunks && mode_of(e) != BAFT_CLOSED) change_gate(e, KEEP); /* a closed gate wakes nobody for nothing */
     return true;
 }
 

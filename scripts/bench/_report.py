@@ -167,7 +167,8 @@ class Report:
         console = Console()
         table = Table(title=f"{self.bench}: {facts['cpu']}, {facts['cores']} cores, load {facts['load']:.1f}")
         for heading in ("figure", "value", "± se", "unit", "goal", "met", "how"):
-            table.add_column(heading, justify="right" if heading in ("value", "± se", "goal") else "left")
+            right = heading in ("value", "± se", "goal")
+            table.add_column(heading, justify="right" if right else "left", no_wrap=heading != "how")
         for one in self.figures:
             sign = "≥" if one.better == "higher" else "≤"
             table.add_row(

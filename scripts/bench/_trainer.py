@@ -28,10 +28,14 @@ BLOCK = 16 << 20
 Arrays = dict[str, npt.NDArray[np.float32]]
 
 
+_parent = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what libraries print goes with the errors
+
+
 def say(**fields: object) -> None:
     """One line to the parent."""
-    sys.stdout.write(json.dumps(fields) + "\n")
-    sys.stdout.flush()
+    _parent.write(json.dumps(fields) + "\n")
+    _parent.flush()
 
 
 def wait_for_parent() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,11 @@ LIMIT = 1500.0
 """Seconds that one training process may take."""
 
 
+def _segments() -> set[Path]:
+    """Shared memory of dlrover's."""
+    return set(Path("/dev/shm").glob("ckpt_shm_*"))
+
+
 class _Trainer:
     """`_trainer.py` in a process of its own; yields the JSON lines that it says."""
 
@@ -29,8 +37,9 @@ class _Trainer:
         environ = {**service.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("_trainer.py")), json.dumps(spec)],
-            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
         )  # fmt: skip
+        self._segments = _segments()
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What it says, until it ends. RuntimeError with its stderr when it fails or takes too long."""
@@ -59,10 +68,12 @@ class _Trainer:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """End it, if it still runs."""
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait(10)
+        """End it, if it still runs, and what a peer left behind: dlrover's saver outlives its trainer."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(10)
+        for path in _segments() - self._segments:
+            path.unlink(missing_ok=True)
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
                 stream.close()
@@ -102,14 +113,14 @@ def training(
 def _held(report: Report, series: dict[str, list[float]], nbytes: int, work: float) -> None:
     ways = {
         "baftd": ("held_ms_per_gb", 1.0, f"begin + seal + fence wait, {work:g} s of work on one core between"),
-        "torch_save": ("held_ms_per_gb_torch_save", None, "torch.save to the disk's page cache"),
-        "dcp_async_save": ("held_ms_per_gb_dcp_async_save", None, "DCP async_save with a kept stager"),
+        "torch_save": ("held_torch_save", None, "torch.save to the disk's page cache"),
+        "dcp_async_save": ("held_dcp_async_save", None, "DCP async_save with a kept stager"),
         "dcp_async_save_background": (
-            "held_ms_per_gb_dcp_async_save_background",
+            "held_dcp_background",
             None,
             "the same, staged in its thread and waited for before the update",
         ),
-        "dlrover": ("held_ms_per_gb_dlrover", None, "dlrover flash checkpoint, memory only"),
+        "dlrover": ("held_dlrover", None, "dlrover flash checkpoint, memory only"),
     }
     for name, seconds in series.items():
         figure, goal, how = ways[name]
