@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baftd import __version__
@@ -16,7 +16,7 @@ from baftd.daemon.context import Context
 from baftd.daemon.durable import DurableWriter
 from baftd.daemon.job import JobOnNode
 from baftd.errors import BaftError, Degraded, UsageError
-from baftd.storage.interface import DurableCheckpoint
+from baftd.storage.interface import DurableCheckpoint, VerifyLine
 from baftd.wire.messages import (
     CheckpointRow,
     ClientStatus,
@@ -257,15 +257,26 @@ class Inspector:
             )
             if problem:
                 bad.append(BadSource(checkpoint, rank, "memory", self._context.node, problem))
-        tier = self._context.tier
-        if tier is not None and what.durable is not None:
-            found = await workers.urgent(lambda: list(tier.verify(name, checkpoint, cancel=workers.cancel)))
-            for line in found:
-                lines.append((line.ok, f"{'ok   ' if line.ok else 'BAD  '} {checkpoint} durable {line.text}"))
-                if not line.ok and line.rank is not None:
-                    bad.append(BadSource(checkpoint, line.rank, "durable", "", line.text))
+        durable = await self._verify_durable(name, checkpoint, what.durable)
+        for line in durable:
+            lines.append((line.ok, f"{'ok   ' if line.ok else 'BAD  '} {checkpoint} durable {line.text}"))
+            if not line.ok and line.rank is not None:
+                bad.append(BadSource(checkpoint, line.rank, "durable", "", line.text))
         token = (await self._context.coordinator.view(name)).token
         for source in bad:
             if token is not None:
                 await self._context.coordinator.source_failed(name, token, source)
         return lines
+
+    async def _verify_durable(
+        self, name: str, checkpoint: CheckpointId, known: DurableCheckpoint | None
+    ) -> Sequence[VerifyLine]:
+        """Findings about a durable checkpoint; none for one that is only being written, or was removed meanwhile."""
+        tier, workers = self._context.tier, self._context.workers
+        if tier is None or known is None or known.state == "incomplete":
+            return ()
+        found = await workers.urgent(lambda: list(tier.verify(name, checkpoint, cancel=workers.cancel)))
+        if all(line.ok for line in found):
+            return found
+        now = await workers.urgent(tier.describe, name, checkpoint)
+        return found if now is not None and now.state != "incomplete" else ()

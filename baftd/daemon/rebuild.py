@@ -48,6 +48,7 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
     headers = files.headers()
     files.close()
     history = _history(records, manifest)
+    history.merge((await context.coordinator.history(name)).epochs())
     await _learn_from_headers(context, name, history, headers.values())
     core, ready = NodeJob.rebuild(
         name, context.node, context.incarnation, history=history, records=records, headers=headers

@@ -49,14 +49,15 @@ async def read_durable(context: Context, job: str) -> Inventory | None:
     tier = context.tier
     if tier is None:
         return None
+    history = await context.coordinator.history(job)
     try:
-        return await context.workers.urgent(
-            lambda: durable_inventory(list(tier.list(job)), _fence(context, job), context.node)
-        )
+        found, fence = await context.workers.urgent(lambda: (list(tier.list(job)), _fence(context, job)))
     except (BaftError, OSError) as error:
         # A directory that cannot be read must not keep a job from what lies in memory.
         context.log.warning("durable_unreadable", job=job, why=str(error))
         return None
+    forgotten = fence if fence is not None and history.find(fence.epoch) is None else None
+    return durable_inventory(found, forgotten, context.node)
 
 
 def _fence(context: Context, job: str) -> Token | None:
@@ -71,8 +72,8 @@ def _fence(context: Context, job: str) -> Token | None:
 def durable_inventory(found: list[DurableCheckpoint], fence: Token | None, node: str) -> Inventory:
     """What a durable tier holds, as recovery wants it.
 
-    `fence`: the newest token that was opened there. Where nothing else remembers its epoch (the state directory was
-    lost), it is taken to have begun from the newest complete checkpoint, so that the next epoch lies above it.
+    `fence`: the newest token that was opened there, if nobody else remembers its epoch (the state directory was lost).
+    It is taken to have begun from the newest complete checkpoint before it, and the next epoch lies above it.
     """
     shards: list[Held] = []
     epochs: dict[int, EpochFacts] = {}
@@ -101,7 +102,7 @@ def durable_inventory(found: list[DurableCheckpoint], fence: Token | None, node:
         whole = [c for c in found if c.state == "complete" and c.token is not None and c.token.epoch < fence.epoch]
         newest = max(whole, key=lambda c: c.checkpoint, default=None)
         parent = newest.checkpoint if newest is not None else None
-        epochs[fence.epoch] = EpochFacts(fence, newest.world if newest is not None else 1, parent)
+        epochs[fence.epoch] = EpochFacts(fence, newest.world if newest is not None else 1, parent, revision=-1)
     return Inventory(node, NO_PLACE, tuple(shards), tuple(epochs.values()), highest, tuple(bad))
 
 
