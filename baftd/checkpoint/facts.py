@@ -277,21 +277,36 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class EpochFacts:
-    """One epoch of a job. `parent` is the checkpoint it began from; None: it began at step 0."""
+    """One epoch of a job. `parent` is the checkpoint it began from; None: it began at step 0.
+
+    `revision` counts how often the parent was changed before the epoch began to train (what it was to begin from
+    could not be verified). -1: a guess, from a fence whose history is lost; whoever knows better is believed.
+    """
 
     token: Token
     world: int
     parent: CheckpointId | None
+    revision: int = 0
 
     def to_record(self) -> Record:
         """A dict of MessagePack types."""
-        return {"token": token_record(self.token), "world": self.world, "parent": checkpoint_record(self.parent)}
+        return {
+            "token": token_record(self.token),
+            "world": self.world,
+            "parent": checkpoint_record(self.parent),
+            "revision": self.revision,
+        }
 
     @staticmethod
     def from_record(record: Record) -> EpochFacts:
         """The inverse of `to_record`; raises `FormatError`."""
         try:
-            return EpochFacts(token_from(record["token"]), int(record["world"]), checkpoint_from(record["parent"]))
+            return EpochFacts(
+                token_from(record["token"]),
+                int(record["world"]),
+                checkpoint_from(record["parent"]),
+                int(record.get("revision", 0)),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"an epoch record does not have the fields of one: {error!r}") from error
 

@@ -154,11 +154,9 @@ class History:
             raise UsageError(f"epoch {token.epoch} is not the newest epoch.")
         if head.parent == parent:
             return ()
-        if head.parent is None or (
-            parent is not None and (parent.step >= head.parent.step or self.is_abandoned(parent))
-        ):
+        if head.parent is None or parent is None or parent.step >= head.parent.step or self.is_abandoned(parent):
             raise UsageError(f"epoch {token.epoch} cannot begin from {parent}: it is not older than {head.parent}.")
-        return self._add(replace(head, parent=parent))
+        return self._add(replace(head, parent=parent, revision=head.revision + 1))
 
     def see_step(self, step: int) -> tuple[Record, ...]:
         """Remember that training has reached `step`."""
@@ -200,16 +198,12 @@ class History:
 
         An unknown epoch is added even above the head (a coordinator that lost its memory learns its head so). An
         epoch known under another token stays as it is: the other one's shards are foreign and are never offered. Of
-        two parents of the same token the older one is the later word: `reparent` only ever goes back.
+        two parents of the same token the later revision counts, else the older one, which offers less.
         """
         records: list[Record] = []
         for facts in sorted(epochs, key=lambda e: e.token.epoch):
             known = self._epochs.get(facts.token.epoch)
-            if known is None or (
-                known.token == facts.token
-                and known.parent is not None
-                and (facts.parent is None or facts.parent.step < known.parent.step)
-            ):
+            if known is None or (known.token == facts.token and _later(facts, known)):
                 records += self._add(facts)
         return tuple(records)
 
@@ -301,3 +295,10 @@ class History:
         if facts.parent is not None:
             self._highest = max(self._highest, facts.parent.step)
         return ({"k": "epoch", **facts.to_record()},)
+
+
+def _later(one: EpochFacts, other: EpochFacts) -> bool:
+    """Whether `one` says more of the same epoch than `other`."""
+    if one.revision != other.revision or one.parent == other.parent:
+        return one.revision > other.revision
+    return one.parent is None or (other.parent is not None and one.parent.step < other.parent.step)

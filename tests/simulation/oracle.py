@@ -51,6 +51,7 @@ class Oracle:
         self.grants: dict[tuple[str, int, int], tuple[int, Writer]] = {}
         self.reading: dict[tuple[str, int, int], int] = {}
         self.commits = 0
+        self.durable_commits = 0
 
     # ------------------------------------------------------------ what happens
 
@@ -135,6 +136,7 @@ class Oracle:
 
     def became_durable(self, token: Token | None, checkpoint: CheckpointId) -> None:
         """The coordinator calls a checkpoint durable."""
+        self.durable_commits += 1
         origin = self._origin(token, checkpoint)
         self._check_durable(origin, checkpoint)
         self.durable_obligation = (origin, checkpoint)
@@ -245,9 +247,9 @@ class Oracle:
     def finished(self) -> None:
         """All ranks have finished and the last step is said to be durable: slots may go."""
         owed, kept = self.obligation, self.durable_obligation
-        if owed is not None and not self._void(owed.token, owed.checkpoint):
-            if kept is None or kept[1].step < owed.checkpoint.step:
-                raise Violation(f"invariant 5: the job is finished, and {owed.checkpoint} is not durable")
+        lost = owed is not None and (kept is None or kept[1].step < owed.checkpoint.step)
+        if owed is not None and lost and not self._void(owed.token, owed.checkpoint):
+            raise Violation(f"invariant 5: the job is finished, and {owed.checkpoint} is not durable")
         self.obligation = None
 
     def _void(self, token: Token, checkpoint: CheckpointId) -> bool:

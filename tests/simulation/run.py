@@ -62,7 +62,7 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
             faults.three_crashes(rng.uniform(2.0, trouble / 2))
         sched.run(trouble, oracle.check)
         faults.heal()
-        _must_commit(cluster, launcher)
+        _must_commit(cluster)
     except Violation as violation:
         outcome.violation = f"at {sched.now:.3f} s: {violation}"
         if trace:
@@ -73,14 +73,16 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
     return outcome
 
 
-def _must_commit(cluster: Cluster, launcher: Launcher) -> None:
-    """Without faults the job commits step after step again, soon."""
-    sched, start = cluster.sched, cluster.oracle.commits
+def _must_commit(cluster: Cluster) -> None:
+    """Without faults the job commits step after step again, soon, and makes some of them durable."""
+    sched, oracle = cluster.sched, cluster.oracle
     deadline = sched.now + 60.0
-    while cluster.oracle.commits < start + 4:
+    commits, durable = oracle.commits + 4, oracle.durable_commits + (1 if cluster.policy.durable else 0)
+    while oracle.commits < commits or oracle.durable_commits < durable:
         if sched.now >= deadline:
-            raise Violation("the job does not commit any more, though nothing fails")
-        sched.run(sched.now + 1.0, cluster.oracle.check)
+            what = "commit" if oracle.commits < commits else "make durable"
+            raise Violation(f"the job does not {what} anything any more, though nothing fails")
+        sched.run(sched.now + 1.0, oracle.check)
 
 
 def _coordinator_timer(cluster: Cluster) -> None:
