@@ -178,24 +178,26 @@ class Inspector:
         durable = what.durable
         facts = next(iter(what.memory.values()), None)
         world = epoch.world if epoch else (facts.world if facts else durable.world if durable else 0)
+        bad = [source for source in history.bad_sources if source.checkpoint == checkpoint]
+        damaged = {source.tier for source in bad}
         tiers: list[Tier] = []
-        if world and len(what.memory) == world:
+        if world and len(what.memory) == world and "memory" not in damaged:
             tiers.append("memory")
-        if durable is not None and durable.state == "complete":
+        if durable is not None and durable.state == "complete" and "durable" not in damaged:
             tiers.append("durable")
         state, reason = "committed", ""
         if checkpoint in history.quarantined:
             state, reason = "quarantined", history.quarantined[checkpoint]
         elif epoch is not None and history.is_abandoned(checkpoint):
             state, reason = "abandoned", "training went on from an earlier step"
+        elif bad:
+            state = "committed" if tiers else "quarantined"
+            reason = "; ".join(f"rank {source.rank} ({source.tier}): {source.reason}" for source in bad)
         elif not tiers:
             state = "incomplete"
             reason = durable.reason if durable is not None else f"{len(what.memory)} of {world} shards are here"
             if checkpoint.epoch == history.epoch and checkpoint.step in view.dead:
                 state, reason = "dead", "a rank has no snapshot of it"
-        bad = [source for source in history.bad_sources if source.checkpoint == checkpoint]
-        if bad and not reason:
-            reason = "; ".join(f"rank {source.rank} ({source.tier}): {source.reason}" for source in bad)
         return CheckpointRow(
             job=name,
             epoch=checkpoint.epoch,
