@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from baftd.errors import Unreachable
 from baftd.wire import codec
@@ -50,7 +51,9 @@ class Connection:
         self._socket.sndhwm = 16
         self._socket.rcvhwm = 1024
         self._socket.maxmsgsize = 2 * codec.MAX_BYTES
-        self._socket.immediate = True  # send only once connected, so that "sent" means a daemon was there
+        self._monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
 
     def request(
         self,
@@ -77,12 +80,7 @@ class Connection:
         self._send(codec.encode(message))
         deadline = self._clock() + timeout
         while True:
-            if not self._poll(zmq.POLLIN, deadline):
-                raise Unreachable(
-                    f"the daemon at {self.path} took the request but did not answer within {timeout:g} s.",
-                    hint="Look into its log with `baftd doctor`; start it anew if it hangs.",
-                )
-            reply = codec.decode_reply(self._socket.recv_multipart())
+            reply = codec.decode_reply(self._receive(deadline, timeout))
             if reply.id not in (message.id, 0) or (reply.id == 0 and not isinstance(reply, ErrorReply)):
                 continue  # of an earlier request that was given up
             if isinstance(reply, Progress | ResumeProgress):
@@ -100,14 +98,41 @@ class Connection:
         if not self._connected:
             self._probe()
             self._socket.connect(f"ipc://{self.path}")
-            self._connected = True
-        deadline = self._clock() + self._connect_timeout
-        if not self._poll(zmq.POLLOUT, deadline):
-            raise self._absent(f"nobody took the connection within {self._connect_timeout:g} s")
+            deadline = self._clock() + self._connect_timeout
+            while not self._connected:
+                if not self._wait(self._monitor, deadline):
+                    raise self._absent(f"nobody took the connection within {self._connect_timeout:g} s")
+                self._connected = not self._hung_up()
         try:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again as error:
-            raise self._absent("the connection broke") from error
+            raise self._absent("it reads nothing") from error
+
+    def _receive(self, deadline: float, timeout: float) -> list[bytes]:
+        gone = False
+        while True:
+            # What the daemon said before it hung up counts: look once more after the news.
+            if self._socket.poll(0) or (not gone and self._wait(self._socket, deadline, self._monitor)):
+                if self._socket.poll(0):
+                    return self._socket.recv_multipart()
+                gone = self._hung_up()
+            elif gone:
+                raise Unreachable(
+                    f"the daemon at {self.path} took the request and hung up before it answered.",
+                    hint="Look into its log with `baftd doctor`, and start it again with `baftd start`.",
+                )
+            else:
+                raise Unreachable(
+                    f"the daemon at {self.path} took the request but did not answer within {timeout:g} s.",
+                    hint="Look into its log with `baftd doctor`; start it anew if it hangs.",
+                )
+
+    def _hung_up(self) -> bool:
+        """Read the monitor's events: whether the last of them is the end of the connection."""
+        gone = False
+        while self._monitor.poll(0):
+            gone = recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED
+        return gone
 
     def _probe(self) -> None:
         """ZeroMQ keeps on trying a socket that a dead daemon left behind; the kernel knows at once."""
@@ -128,18 +153,26 @@ class Connection:
             hint="Start it with `baftd start`, or name its directory with --run-dir or BAFTD_RUN_DIR.",
         )
 
-    def _poll(self, events: int, deadline: float) -> bool:
+    def _wait(self, one: zmq.Socket[bytes], deadline: float, other: zmq.Socket[bytes] | None = None) -> bool:
+        """Wait until one of the sockets can be read; False at the deadline."""
+        poller = zmq.Poller()
+        poller.register(one, zmq.POLLIN)
+        if other is not None:
+            poller.register(other, zmq.POLLIN)
         while True:
             left = deadline - self._clock()
-            if self._socket.poll(int(max(0.0, min(left, _MAX_SLICE)) * 1000), events):
+            if poller.poll(int(max(0.0, min(left, _MAX_SLICE)) * 1000)):
                 return True
             if left <= 0:
                 return False
 
     def close(self) -> None:
         """Close the socket. Safe to call twice."""
-        self._socket.close(0)
-        self._context.term()
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(0)
+            self._context.term()
 
     def __enter__(self) -> Connection:
         return self

@@ -213,10 +213,13 @@ class Server:
 
     def _refuse(self, identity: bytes, name: str, text: str, id: int, hint: str = "") -> None:
         kind = name.split(".", 1)[0].split("[", 1)[0] or "message"
-        self.counters.refused[kind] = self.counters.refused.get(kind, 0) + 1
-        if self.counters.refused[kind] in (1, 10, 100) or self.counters.refused[kind] % 1000 == 0:
-            self._log.warning("refused", field=name, why=text, times=self.counters.refused[kind])
-        self._send(identity, codec.error_reply(ProtocolError(text, field=name, hint=hint), id=id))
+        times = self.counters.refused[kind] = self.counters.refused.get(kind, 0) + 1
+        told = self._send(identity, codec.error_reply(ProtocolError(text, field=name, hint=hint), id=id))
+        if not told and name == "hello":
+            self.counters.refused[kind] = times - 1  # what a process that died had still sent: nobody's mistake
+            return
+        if times in (1, 10, 100) or times % 1000 == 0:
+            self._log.warning("refused", field=name, why=text, times=times)
 
     def send(self, peer: Peer, message: Reply) -> bool:
         """Queue a reply. Never blocks; False (and counted) when the peer is gone or does not read."""
@@ -261,11 +264,13 @@ class Server:
         """Close and unlink the socket, then release the lock. Replies still queued get `linger` seconds."""
         router, context, lock = self._socket, self._context, self._lock
         self._socket = self._context = self._lock = None
-        if router is not None and context is not None:
-            with contextlib.suppress(FileNotFoundError):
-                self.path.unlink()
-            router.close(linger=int(linger * 1000))
-            await asyncio.get_running_loop().run_in_executor(None, context.term)
-        if lock is not None:
-            lock.release()
         self._known.clear()
+        try:
+            if router is not None and context is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    self.path.unlink()
+                router.close(linger=int(linger * 1000))
+                await asyncio.get_running_loop().run_in_executor(None, context.term)
+        finally:
+            if lock is not None:
+                lock.release()

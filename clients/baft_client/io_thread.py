@@ -347,7 +347,9 @@ class IoThread:
             self._context = zmq.Context()
         link = self._context.socket(zmq.DEALER)
         link.linger = 0
-        link.reconnect_ivl = -1  # a new connection is a new hello; ZeroMQ must not make one by itself
+        # A new connection is a new hello: ZeroMQ must not make one by itself. (Never, -1, would also drop what the
+        # daemon said just before it hung up.)
+        link.reconnect_ivl = 3_600_000
         link.sndhwm = 1024
         link.rcvhwm = 1024
         link.maxmsgsize = 2 * codec.MAX_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -53,6 +54,7 @@ class Echo:
         self.answer = answer or (lambda server, incoming: None)
         self.seen: list[Incoming] = []
         self.ready = threading.Event()
+        self.ending = False
         self.failed: BaseException | None = None
         self.thread = threading.Thread(target=lambda: asyncio.run(self.main()))
 
@@ -71,11 +73,19 @@ class Echo:
                 else:
                     self.answer(self.server, incoming)
         except asyncio.CancelledError:
-            pass
+            self.ending = True
         except Exception as error:  # noqa: BLE001 - judged in __exit__
             self.failed = error
         finally:
             await self.server.close()
+
+    def call(self, work: Callable[[], object]) -> object:
+        """Run something in the loop's thread and wait for it."""
+
+        async def done() -> object:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(done(), self.loop).result(20)
 
     def __enter__(self) -> Echo:
         self.thread.start()
@@ -84,7 +94,9 @@ class Echo:
 
     def __exit__(self, *exc: object) -> None:
         assert self.task is not None
-        self.loop.call_soon_threadsafe(self.task.cancel)
+        task = self.task
+        with contextlib.suppress(RuntimeError):  # the loop is over already
+            self.loop.call_soon_threadsafe(lambda: self.ending or task.cancel())
         self.thread.join(10)
         assert not self.thread.is_alive()
         assert self.failed is None, "the loop must outlive everything a peer sends"
@@ -313,7 +325,7 @@ def test_training_messages_before_hello_are_refused(path: Path) -> None:
         assert isinstance(connection.request(StatusRequest()), Ack), "commands need no hello"
         connection.request(HELLO)
         assert isinstance(connection.request(Resume(job="gpt", rank=0)), Ack)
-        echo.loop.call_soon_threadsafe(echo.server.forget, echo.server.peers()[0])
+        echo.call(lambda: echo.server.forget(echo.server.peers()[0]))
         with pytest.raises(ProtocolError):
             connection.request(Resume(job="gpt", rank=0))
 
@@ -356,6 +368,30 @@ def test_sending_to_a_peer_that_is_gone_is_counted_not_raised(path: Path) -> Non
         assert asyncio.run_coroutine_threadsafe(send(), echo.loop).result(20)
         assert echo.server.counters.dropped == 1
         assert echo.server.peers() == []
+
+
+def test_what_a_dead_process_had_still_sent_is_nobodys_mistake(path: Path) -> None:
+    with Echo(path) as echo:
+        for _ in range(5):
+            with Connection(path) as dead:
+                dead.request(HELLO)
+                echo.call(echo.server._known.clear)
+                dead._socket.send(codec.encode(Resume(job="gpt", rank=0)))
+        with Connection(path) as other:
+            other.request(HELLO)
+        assert echo.server.counters.refused.get("hello", 0) + echo.server.counters.dropped == 5
+
+
+def test_the_last_reply_before_close_arrives(path: Path) -> None:
+    def last(server: Server, incoming: Incoming) -> None:
+        ack(server, incoming)
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    for _ in range(20):
+        with Echo(path, last), Connection(path) as connection:
+            assert isinstance(connection.request(StopRequest(), timeout=10), Ack)
 
 
 def test_a_peer_that_reads_nothing_cannot_fill_the_memory(path: Path) -> None:
@@ -414,6 +450,22 @@ def test_a_daemon_that_never_answers_is_given_up(path: Path) -> None:
     silent = pytest.raises(Unreachable, match=r"did not answer within 0\.2 s")
     with Echo(path), Connection(path) as connection, silent:
         connection.request(StatusRequest(), timeout=0.2)
+
+
+def test_a_daemon_that_hangs_up_is_known_at_once(path: Path) -> None:
+    def die(server: Server, incoming: Incoming) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+
+    began = time.monotonic()
+    with (
+        Echo(path, die),
+        Connection(path) as connection,
+        pytest.raises(Unreachable, match="hung up before it answered"),
+    ):
+        connection.request(StatusRequest(), timeout=30)
+    assert time.monotonic() - began < 10
 
 
 def test_progress_is_reported_and_extends_the_wait(path: Path) -> None:
