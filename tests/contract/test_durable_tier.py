@@ -133,6 +133,8 @@ def test_a_commit_takes_only_the_shards_it_names(tier: DirectoryTier, shm: Path)
     ):
         with pytest.raises(VerificationFailed):
             commit(tier, slots[0], [wrong, records[1]])
+    with pytest.raises(VerificationFailed, match="with 2 ranks"):
+        commit(tier, slots[0], records[:1], world=1)
     commit(tier, slots[0], records)
     with pytest.raises(UsageError, match="committed already"):
         commit(tier, slots[0], records, plan_digest=b"another plan 012")
