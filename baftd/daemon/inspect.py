@@ -268,6 +268,8 @@ class Inspector:
         for source in bad:
             if token is not None:
                 await self._context.coordinator.source_failed(name, token, source)
+            if job is not None and source.tier == "memory":
+                job.apply(job.core.damaged(source.rank, checkpoint, source.reason))
         return lines
 
     async def _verify_durable(

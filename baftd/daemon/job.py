@@ -133,6 +133,7 @@ class JobOnNode:
         self.closed = False
         self._trees: tuple[bytes, ...] = ()
         self._generation = 0
+        self._journal_broken = False
         self._outbox: deque[Callable[[], Awaitable[Ready[NodeInstruction] | None]]] = deque()
         self._wake = asyncio.Event()
         self._resend: asyncio.TimerHandle | None = None
@@ -182,9 +183,31 @@ class JobOnNode:
         # Lineage lies beside the slots too: a state directory that is lost must not make slots worthless.
         short = [record for record in records if not is_lasting(record) or record["k"] == "epoch"]
         if short:
-            self.journal.append(*short)
-            if self.journal.wants_rewrite:
+            self._append(short)
+
+    def _append(self, records: list[Record]) -> None:
+        """Write to the journal beside the slots. A tmpfs without room for it must not stop training: the slots' own
+        headers say what a lost record would have, and the journal is written anew as soon as it can be."""
+        try:
+            if self._journal_broken or self.journal.wants_rewrite:
                 self.journal.rewrite(self.journal_records())
+            else:
+                self.journal.append(*records)
+        except (BaftError, OSError) as error:
+            if not self._journal_broken:
+                self.context.counters.add("journal_repairs")
+                self.log.error(
+                    "journal_not_written", why=str(error), note="slots are judged by their headers meanwhile"
+                )
+            self._journal_broken = True
+        else:
+            self._journal_broken = False
+
+    def remember_layout(self, rank: int, record: Record) -> None:
+        """Keep what a rank has declared."""
+        if self.layouts.get(rank) != record:
+            self.layouts[rank] = record
+            self._append([record])
 
     def journal_records(self) -> list[Record]:
         """The whole journal in as few records as possible."""

@@ -122,7 +122,7 @@ class Joining:
     async def _learn(self, job: JobOnNode, said: Token, world: int) -> None:
         """A process trains under an epoch that nobody here remembers (state and slots were lost): believe it."""
         if said.epoch > job.core.history.epoch:
-            epoch = EpochFacts(said, world, None)
+            epoch = EpochFacts(said, world, None, revision=-1)
             inventory = Inventory(self._context.node, NO_PLACE, (), (epoch,))
             await self._context.coordinator.join(job.name, inventory)
             job.log.warning("epoch_learnt", epoch=said.epoch, why="a training process trains under it")
@@ -355,6 +355,7 @@ class Joining:
                 bad = BadSource(brought.plan.checkpoint, client.rank, held.source.tier, held.source.node, str(damage))
                 job.counters.add("quarantined")
                 await self._context.coordinator.source_failed(job.name, loading.token, bad)
+                job.apply(job.core.damaged(client.rank, brought.plan.checkpoint, str(damage)))
                 error.hint = "Its bytes were damaged; the next start goes on from an older step."
         job.log.error("load_failed", rank=client.rank, why=reason)
         self._stop_loading(job, loading, error)

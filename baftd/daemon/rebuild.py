@@ -137,7 +137,7 @@ async def _learn_from_headers(
     for shard in unknown.values():
         # What an epoch began from is not in a header. Where nobody remembers it, nothing older can be told to be its
         # ancestor, so nothing older is offered.
-        history.merge([EpochFacts(shard.token, shard.world, None)])
+        history.merge([EpochFacts(shard.token, shard.world, None, revision=-1)])
 
 
 def _watch_orphan(job: JobOnNode, writer: Writer) -> None:

@@ -188,6 +188,8 @@ class Restorer:
                 job.counters.add("quarantined")
                 job.log.error("bad_source", rank=source.rank, step=plan.step, tier=source.tier, why=source.reason)
                 await self._context.coordinator.source_failed(job.name, token, source)
+                if source.tier == "memory":
+                    job.apply(job.core.damaged(source.rank, source.checkpoint, source.reason))
             plan = await self.plan(job, world=world, at_most=plan.step)
             said += plan.passed_over
             await self._context.coordinator.reparent(job.name, token, plan)

@@ -246,12 +246,12 @@ class Service:
             stopping.cancel()
 
     async def _take(self, incoming: Incoming) -> None:
-        """Act on one message. Quick ones are done before the next is read, so that each client's order is kept; long
-        ones go on as tasks."""
+        """Act on one message. Those that a client sends without waiting for an answer are done before the next one is
+        read, so that its order is kept; what may take long goes on as a task."""
         self.context.counters.add("messages")
         peer, message = incoming.peer, incoming.message
         handler = self._handler(peer, message)
-        if isinstance(message, Begin | Seal | Skip | Hello | Resume | Leave | Finish | Save | Restored):
+        if isinstance(message, Begin | Seal | Skip | Resume | Leave | Finish | Save):
             await self._guard(peer, message, handler)
         else:
             self.context.tasks.start(self._guard(peer, message, handler), f"{type(message).__name__} of {peer.pid}")

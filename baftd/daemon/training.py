@@ -121,9 +121,7 @@ class Trainer:
                 slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
         record = layout_record(client, token, layout, slots)
-        if job.layouts.get(client.rank) != record:
-            job.layouts[client.rank] = record
-            job.journal.append(record)
+        job.remember_layout(client.rank, record)
         grants: list[Grant] = []
         writer = job.writer_of(client)
         # A slot whose pages are not touched yet would make the training process wait at its first fence: it is given

@@ -19,7 +19,7 @@ from baftd.wire.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from tests.support.daemon import Daemon, RunDirs
+from tests.support.daemon import Daemon, RunDirs, wait_until
 from tests.support.numpy_trainer import TrainerProcess, state_digest
 
 INCARNATIONS = ["1" * 32, "2" * 32, "3" * 32]
@@ -324,3 +324,89 @@ def test_daemon_beside_its_slots_is_small_and_idle(run_dirs: RunDirs, daemon: Da
         trainer.wait()
     assert json.loads((run_dirs.state / "node.json").read_text())["node"] == "node-a"
     assert os.path.exists(run_dirs.socket)
+
+
+def test_one_rank_killed_the_next_start_does_not_wait_for_the_others(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs, restore_wait="30 s") as daemon:
+        first = [
+            TrainerProcess(run_dirs, steps=9, rank=rank, world=2, incarnation=INCARNATIONS[0], wait_at=4)
+            for rank in range(2)
+        ]
+        second: list[TrainerProcess] = []
+        try:
+            for trainer in first:
+                trainer.wait_for("waiting")
+            first[1].kill()
+            second = [
+                TrainerProcess(run_dirs, steps=6, rank=rank, world=2, incarnation=INCARNATIONS[1]) for rank in range(2)
+            ]
+            assert [trainer.wait(20) for trainer in second] == [0, 0], [trainer.events for trainer in second]
+            for rank, trainer in enumerate(second):
+                resumed = trainer.last("resumed")
+                assert resumed is not None
+                assert (resumed["step"], resumed["epoch"]) == (3, 2)
+                assert resumed["digest"] == state_digest(3, rank)
+            assert "event=fenced" in daemon.log
+        finally:
+            for trainer in first + second:
+                trainer.close()
+
+
+def test_two_processes_with_one_rank_are_both_named(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs):
+        first = TrainerProcess(run_dirs, steps=4, rank=0, world=2, incarnation=INCARNATIONS[0])
+        twin = None
+        try:
+            wait_until(lambda: first.greeted(run_dirs), "the first process has said hello")
+            twin = TrainerProcess(run_dirs, steps=4, rank=0, world=2, incarnation=INCARNATIONS[0])
+            assert twin.wait() == 2, twin.events
+            failed = twin.last("failed")
+            assert failed is not None
+            assert failed["error"] == "RankError"
+            assert f"pid {first.process.pid}" in failed["text"]
+            assert f"pid {twin.process.pid}" in failed["text"]
+        finally:
+            first.close()
+            if twin is not None:
+                twin.close()
+
+
+def test_world_sizes_that_disagree_are_both_named(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs):
+        first = TrainerProcess(run_dirs, steps=4, rank=0, world=2, incarnation=INCARNATIONS[0])
+        other = None
+        try:
+            wait_until(lambda: first.greeted(run_dirs), "the first process has said hello")
+            other = TrainerProcess(run_dirs, steps=4, rank=1, world=3, incarnation=INCARNATIONS[0])
+            assert other.wait() == 2, other.events
+            failed = other.last("failed")
+            assert failed is not None
+            assert "has 3 ranks" in failed["text"]
+            assert "says 2" in failed["text"]
+        finally:
+            first.close()
+            if other is not None:
+                other.close()
+
+
+def test_an_incarnation_that_has_trained_cannot_start_again(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs):
+        fixed = {"BAFTD_INCARNATION": INCARNATIONS[0]}
+        with TrainerProcess(run_dirs, steps=9, kill={"step": 4}, environ=fixed) as trainer:
+            trainer.wait()
+        with TrainerProcess(run_dirs, steps=9, environ=fixed) as trainer:
+            assert trainer.wait() == 2
+            failed = trainer.last("failed")
+            assert failed is not None
+            assert "new at each start" in failed["text"]
+
+
+def test_slots_that_do_not_fit_are_skipped_with_the_sum(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs, memory_reserve="100000 GB") as daemon:
+        with TrainerProcess(run_dirs, steps=3, settle=False) as trainer:
+            assert trainer.wait() == 0, trainer.events
+            finished = trainer.last("finished")
+            assert finished is not None
+            assert finished["digest"] == state_digest(3)
+            assert "no_room" in finished["counters"]["skipped"]
+        assert daemon.running

@@ -170,7 +170,7 @@ class TrainerProcess:
     ) -> None:
         """`options`: kill={"step": k, "chunk": c}, settle, pause, wait_at, fork_worker, engine, strict, fresh,
         takeover: see `main`."""
-        self.rank = rank
+        self.job, self.rank = job, rank
         self.events: list[dict[str, Any]] = []
         self._waits = False
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -254,6 +254,12 @@ class TrainerProcess:
             if found["event"] == "waiting":
                 self._waits = True
         return self._waits
+
+    def greeted(self, dirs: RunDirs) -> bool:
+        """Whether a daemon there has heard this process."""
+        return any(
+            f"event=hello job={self.job} rank={self.rank} pid={self.process.pid}" in log for _, log in dirs.logs()
+        )
 
     def last(self, event: str) -> dict[str, Any] | None:
         """The newest event of a kind."""
