@@ -11,6 +11,7 @@
  * begun and left lies "parked" in its lane and is taken over by whoever comes first.
  */
 #define _GNU_SOURCE
+#include <dirent.h>
 #include <errno.h>
 #include <linux/futex.h>
 #include <pthread.h>
@@ -246,8 +247,24 @@ static int work(baft_engine *e, uint64_t until) {
     }
 }
 
+/* Lets the calling thread run wherever any thread of the process may. It was born with the mask of the training thread,
+ * which OpenMP often binds to one core (KMP_AFFINITY, OMP_PROC_BIND): it would copy on the very core that computes. */
+static void spread(void) {
+    cpu_set_t all, one;
+    DIR *tasks = opendir("/proc/self/task");
+    if (!tasks) return;
+    CPU_ZERO(&all);
+    for (struct dirent *entry; (entry = readdir(tasks));) {
+        pid_t task = (pid_t)atol(entry->d_name);
+        if (task > 0 && sched_getaffinity(task, sizeof one, &one) == 0) CPU_OR(&all, &all, &one);
+    }
+    closedir(tasks);
+    if (CPU_COUNT(&all)) sched_setaffinity(0, sizeof all, &all);
+}
+
 static void *run(void *argument) {
     baft_engine *e = argument;
+    spread();
     pthread_setname_np(pthread_self(), "baft-copy");
     /* The same share of CPU as others, but waking it does not push the training thread off its core: on busy cores
      * opening the gate otherwise took 8 to 30 ms. */

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -126,20 +128,44 @@ def test_a_broken_table_is_refused(data: bytes) -> None:
         _engine.Table(data)
 
 
-def test_niceness_is_the_threads_alone(tmp_path: Path) -> None:
+def copying_thread() -> int:
+    """Thread id of the only engine of this process."""
+    found = [int(p.parent.name) for p in Path("/proc/self/task").glob("*/comm") if p.read_text() == "baft-copy\n"]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_niceness_and_policy_are_the_threads_alone() -> None:
+    """It may not push the training thread off its core when it is woken: SCHED_BATCH."""
     engine = _engine.Engine(-1, 7, 0, False)
     try:
-        def niceness() -> dict[str, int]:
-            found = {}
-            for task in Path("/proc/self/task").iterdir():
-                fields = (task / "stat").read_text().rsplit(")", 1)
-                found[fields[0].split("(", 1)[1] + task.name] = int(fields[1].split()[16])
-            return found
-
-        soon(lambda: 7 in niceness().values(), "a nice thread")
-        assert all(value != 7 for key, value in niceness().items() if not key.startswith("baft-copy"))
+        soon(lambda: "baft-copy\n" in {p.read_text() for p in Path("/proc/self/task").glob("*/comm")}, "the thread")
+        thread = copying_thread()
+        soon(lambda: os.getpriority(os.PRIO_PROCESS, thread) == 7, "its niceness")
+        assert os.sched_getscheduler(thread) == os.SCHED_BATCH
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
     finally:
         engine.stop()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_it_is_not_bound_to_the_training_threads_core() -> None:
+    everywhere = os.sched_getaffinity(0)
+    over = threading.Event()
+    other = threading.Thread(target=over.wait)  # keeps the wide mask, as OpenMP's other threads together do
+    other.start()
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        engine = _engine.Engine(-1, 0, 0, False)
+        try:
+            soon(lambda: os.sched_getaffinity(copying_thread()) == everywhere, "the wide mask")
+        finally:
+            engine.stop()
+    finally:
+        os.sched_setaffinity(0, everywhere)
+        over.set()
+        other.join()
 
 
 SOURCES = Path(baft_client.__file__).parent
