@@ -37,7 +37,8 @@ class BulkReader:
     what: str
     sink: Sink | None = None
     stop_at_first: bool = True
-    """Raise at the first damaged chunk; otherwise read on and return all of them."""
+    """Raise at the first damaged chunk; otherwise read on and return all of them. A sink never sees damaged bytes
+    only with the former."""
     threads: int = THREADS
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _next: int = 0
@@ -134,7 +135,6 @@ class BulkReader:
         return done
 
     def _take(self, first: int, last: int, start: int, view: memoryview) -> None:
-        whole = True
         for number in range(first, last + 1):
             offset, size = self.table[number]
             data = view[offset - start : offset - start + size]
@@ -142,10 +142,9 @@ class BulkReader:
                 continue
             if self.stop_at_first:
                 raise VerificationFailed(f"{self.describe(number)}.")
-            whole = False
             with self._lock:
                 self._bad.append(number)
-        if whole and self.sink is not None:
+        if self.sink is not None:
             self.sink.write(start, view)
 
 

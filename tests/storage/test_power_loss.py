@@ -290,6 +290,20 @@ def test_retention_never_leaves_nothing(shm: Path) -> None:
     assert not [path for path in files.tree() if "step-4" in path]
 
 
+def test_the_manifest_goes_before_the_directory_is_renamed(shm: Path) -> None:
+    """Mounted object stores rename a directory file by file: by then nobody may restore from it any more."""
+    files, old, _ = old_and_new(shm)
+    start = len(files.log)
+    tier_on(files).delete("gpt", old[0].checkpoint)
+    done = [(op.kind, op.path.rpartition("/")[2]) for op in files.log[start:]]
+    assert done[:4] == [
+        ("unlink", "MANIFEST"),
+        ("fsync_directory", "step-4.e1"),
+        ("rename", "step-4.e1"),
+        ("fsync_directory", "gpt"),
+    ]
+
+
 def test_a_deletion_killed_anywhere_is_finished_by_a_sweep(shm: Path) -> None:
     files, _, _ = old_and_new(shm)
     count = operations(lambda files: tier_on(files).delete("gpt", CheckpointId(1, 4)), files)

@@ -74,7 +74,8 @@ class Odd(OsFiles):
             raise OSError(errno.EINVAL, "Invalid argument")
         if "short" in self.oddities and len(buffer) > PAGE:
             buffer = buffer[: len(buffer) // 2 // PAGE * PAGE or PAGE]
-        return super().pread_into(fd, buffer, offset)
+        got = super().pread_into(fd, buffer, offset)
+        return got - 100 if "misreports" in self.oddities and fd in self.direct and got > PAGE else got
 
     def finish_writeback(self, fd: int, offset: int, length: int) -> None:
         self.written_back += length
