@@ -20,7 +20,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    _StreamHandler = logging.StreamHandler[TextIO]
+else:
+    _StreamHandler = logging.StreamHandler  # cannot be subscripted before 3.11
 
 __all__ = ["LEVELS", "Logger", "configure", "get_logger"]
 
@@ -135,7 +140,7 @@ def configure(
     return handler
 
 
-class _Handler(logging.StreamHandler[TextIO]):
+class _Handler(_StreamHandler):
     """Marks the handler that `configure` installed. A closed or full log file must not end the daemon, nor
     print a traceback for every event."""
 
