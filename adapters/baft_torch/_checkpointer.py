@@ -127,7 +127,7 @@ class Checkpointer:
         """Make the state of the last boundary durable now; returns its directory. Call it on all ranks, right after
         `step()`. `durable=False` waits for the commit in memory only, and returns "".
 
-        Raises Degraded without a durable tier or where the step was skipped, Unreachable without a daemon.
+        Raises UsageError without a durable tier, Degraded where the step was skipped, Unreachable without a daemon.
         """
         self._force()
         return self._session.save(durable=durable, timeout=timeout).path
@@ -268,7 +268,7 @@ class Checkpointer:
 
     def _force(self) -> None:
         """Make sure that the state of the last boundary is sealed, whatever the cadence."""
-        if self._since_resume and not self._begun and not self._session.due(self.steps):
+        if self._since_resume and not self._session.taken(self.steps):
             self._boundary(force=True)
         self._fence_quietly()
         self._raise_pending()
