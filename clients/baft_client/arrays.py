@@ -105,24 +105,16 @@ def _source(name: str, array: npt.NDArray[Any], volatile: bool) -> Source:
     )
 
 
-class _Watched:
-    """An array and where its data lies now: `resize(refcheck=False)` and assigning `data` move it.
+def _pointer(array: npt.NDArray[Any]) -> ctypes.c_size_t:
+    """The field of an array that says where its data lies: `resize(refcheck=False)` and assigning `data` move it.
 
-    The pointer is the first field of every ndarray behind the object header (numpy's ABI); read there it takes 0.1 us,
-    through `array.ctypes.data` 2 us, which for 300 arrays at boundary and fence is most of a millisecond.
+    It is the first behind the object header (numpy's ABI); read there it takes 0.1 us, through `array.ctypes.data`
+    2 us, which for 300 arrays at boundary and fence is most of a millisecond.
     """
-
-    __slots__ = ("array", "cell")
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self.array = array
-        self.cell = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
-        if self.cell.value != array.ctypes.data:
-            raise UnsupportedTensor("this numpy keeps an array's pointer elsewhere than where its ABI says.")
-
-    def identity(self) -> tuple[int, ...]:
-        """Address and bytes."""
-        return self.cell.value, self.array.nbytes
+    cell = ctypes.c_size_t.from_address(id(array) + object.__basicsize__)
+    if cell.value != array.ctypes.data:
+        raise UnsupportedTensor("this numpy keeps an array's pointer elsewhere than where its ABI says.")
+    return cell
 
 
 class ArrayCheckpointer:
@@ -141,9 +133,12 @@ class ArrayCheckpointer:
         self.extra_restored: dict[str, Any] = {}
         """The small state of the step that `resume` restored."""
         self._arrays = dict(arrays)
-        self._watched = [_Watched(arrays[source.entry.name]) for source in sources]
-        pairs = zip(self._watched, sources, strict=True)
-        self._stable = [watched for watched, source in pairs if source.entry.kind == "stable"]
+        # Stable ones first: their identities are those that the fence reads again.
+        sources = sorted(sources, key=lambda source: source.entry.kind)
+        self._pointers = [_pointer(arrays[source.entry.name]) for source in sources]
+        self._in_order = [arrays[source.entry.name] for source in sources]
+        self._stable = sum(source.entry.kind == "stable" for source in sources)
+        self._seen: list[tuple[int, ...]] = []
         self._sources = sources
         self._extra = extra
         self._load_extra = load_extra
@@ -202,17 +197,24 @@ class ArrayCheckpointer:
         return self._boundary(force=False)
 
     def _boundary(self, *, force: bool) -> Outcome:
-        for source, watched in zip(self._sources, self._watched, strict=True):
-            source.identity = identity = watched.identity()
-            source.address = identity[0]
+        seen = self._all_identities()
+        if seen != self._seen:
+            for source, identity in zip(self._sources, seen, strict=True):
+                source.identity, source.address = identity, identity[0]
+            self._seen = seen
         outcome = self.session.boundary(
             self._step, self._updates, self._sources, self._small(), recheck=self._identities, force=force
         )
         self._changed = False
         return outcome
 
+    def _all_identities(self) -> list[tuple[int, ...]]:
+        """(address, bytes) of every array; numpy counts no versions."""
+        pointers = [pointer.value for pointer in self._pointers]
+        return list(zip(pointers, [array.nbytes for array in self._in_order], strict=True))
+
     def _identities(self) -> list[tuple[int, ...]]:
-        return [watched.identity() for watched in self._stable]
+        return self._all_identities()[: self._stable]
 
     def _small(self) -> object:
         extra = self._extra

@@ -273,6 +273,9 @@ class IoThread:
     def _run(self) -> None:
         # Python runs signal handlers in the main thread; the kernel must not wake this one for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        # On busy cores a thread that wakes up would push the training thread off its core, to wait for the GIL there.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         self._poller.register(self._wake_fd, zmq.POLLIN)
         while not self._stop:
             try:

@@ -18,7 +18,7 @@ from baft_client.engine import CopyEngine, Segment, first_difference
 from baft_client.source import Source
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import ImageLayout
-from baftd.checkpoint.shard import DIGEST_BYTES, Chunk, TensorEntry, digest, digest_chunks, root_digest
+from baftd.checkpoint.shard import CHUNK, DIGEST_BYTES, Chunk, TensorEntry, digest, digest_chunks, root_digest
 from baftd.errors import UsageError
 from baftd.memory.header import NO_DIGEST, SlotHeader, SlotState
 from baftd.memory.slot_file import SlotFile
@@ -146,7 +146,9 @@ class ShardWriter:
             np.arange(places[i].first_chunk, places[i].first_chunk + places[i].chunk_count) for i in self._stable
         ]
         self._stable_chunks = np.concatenate(numbers) if numbers else np.zeros(0, dtype=np.intp)
+        self._addresses = [sources[i].address for i in self._stable]
         self._digests = engine.digests and not self._on_device
+        self._header_chunks = layout.chunks(0)[: layout.header_chunks]
         if device is not None:
             device.slots([(slot.address, slot.file.capacity) for slot in self._slots.values()])
 
@@ -232,8 +234,10 @@ class ShardWriter:
             audited=[_digest_at(sources[i].address, sources[i].entry.nbytes) for i in self._stable] if audit else None,
         )
         if self._stable:
-            addresses = np.array([sources[i].address for i in self._stable], dtype=np.uint64)
-            self._table.update(addresses)
+            addresses = [sources[i].address for i in self._stable]
+            if addresses != self._addresses:
+                self._table.update(np.array(addresses, dtype=np.uint64))
+                self._addresses = addresses
             if "canary" in self._witnesses:
                 snapshot.canary = self._engine.canary(self._table)
             self._engine.start(place.address, layout.capacity, self._table)
@@ -256,11 +260,11 @@ class ShardWriter:
                 view[pad.offset : pad.offset + pad.nbytes] = 0
             place.clean = True
         if self._digests:
-            count, first = layout.header_chunks, layout.small_first_chunk
-            chunks = layout.chunks(len(small))
-            snapshot.digests[: DIGEST_BYTES * count] = digest_chunks(head, chunks[:count])
-            tail = [Chunk(offset - layout.small_offset, length) for offset, length in chunks[first:]]
-            snapshot.digests[DIGEST_BYTES * first :] = digest_chunks(small, tail)
+            snapshot.digests[: DIGEST_BYTES * layout.header_chunks] = digest_chunks(head, self._header_chunks)
+            pieces = range(0, len(small), CHUNK)
+            snapshot.digests[DIGEST_BYTES * layout.small_first_chunk :] = digest_chunks(
+                small, [Chunk(offset, min(CHUNK, len(small) - offset)) for offset in pieces]
+            )
 
     def _copy_volatile(self, place: _Slot, snapshot: Snapshot) -> None:
         places = self.layout.by_index
