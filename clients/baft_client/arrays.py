@@ -138,7 +138,9 @@ class ArrayCheckpointer:
         self._pointers = [_pointer(arrays[source.entry.name]) for source in sources]
         self._in_order = [arrays[source.entry.name] for source in sources]
         self._stable = sum(source.entry.kind == "stable" for source in sources)
-        self._seen: list[tuple[int, ...]] = []
+        self._where: list[int] = []
+        self._sizes: list[int] = []
+        self._identities: list[tuple[int, ...]] = []
         self._sources = sources
         self._extra = extra
         self._load_extra = load_extra
@@ -197,24 +199,27 @@ class ArrayCheckpointer:
         return self._boundary(force=False)
 
     def _boundary(self, *, force: bool) -> Outcome:
-        seen = self._all_identities()
-        if seen != self._seen:
-            for source, identity in zip(self._sources, seen, strict=True):
+        if self._look():
+            for source, identity in zip(self._sources, self._identities, strict=True):
                 source.identity, source.address = identity, identity[0]
-            self._seen = seen
         outcome = self.session.boundary(
-            self._step, self._updates, self._sources, self._small(), recheck=self._identities, force=force
+            self._step, self._updates, self._sources, self._small(), recheck=self._recheck, force=force
         )
         self._changed = False
         return outcome
 
-    def _all_identities(self) -> list[tuple[int, ...]]:
-        """(address, bytes) of every array; numpy counts no versions."""
-        pointers = [pointer.value for pointer in self._pointers]
-        return list(zip(pointers, [array.nbytes for array in self._in_order], strict=True))
+    def _look(self) -> bool:
+        """Read address and bytes of every array again (numpy counts no versions); True where one of them changed."""
+        where, sizes = [cell.value for cell in self._pointers], [array.nbytes for array in self._in_order]
+        if where == self._where and sizes == self._sizes:
+            return False
+        self._where, self._sizes = where, sizes
+        self._identities = list(zip(where, sizes, strict=True))
+        return True
 
-    def _identities(self) -> list[tuple[int, ...]]:
-        return self._all_identities()[: self._stable]
+    def _recheck(self) -> list[tuple[int, ...]]:
+        self._look()
+        return self._identities[: self._stable]
 
     def _small(self) -> object:
         extra = self._extra

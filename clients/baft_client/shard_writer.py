@@ -159,9 +159,7 @@ class ShardWriter:
 
     def same_tree(self, sources: Sequence[Source]) -> bool:
         """Whether these are the tensors that were declared. Cheap where the entries are the same objects."""
-        return len(sources) == len(self.entries) and all(
-            source.entry is entry or source.entry == entry for source, entry in zip(sources, self.entries, strict=True)
-        )
+        return [source.entry for source in sources] == self.entries
 
     def owns(self, slot: int) -> bool:
         """Whether the slot is one of this layout's."""
@@ -342,7 +340,8 @@ class ShardWriter:
 
     def _compare_identities(self, snapshot: Snapshot) -> Torn | None:
         if snapshot.recheck is not None:
-            now = list(snapshot.recheck())
+            found = snapshot.recheck()
+            now = found if isinstance(found, list) else list(found)
         else:
             now = [
                 before if (witness := snapshot.sources[i].witness) is None else witness()
