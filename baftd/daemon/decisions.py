@@ -61,6 +61,7 @@ class Decisions:
         elif isinstance(news, Dead):
             job.counters.add("dead")
             job.log.info("dead", rank=news.rank, step=news.checkpoint.step, why=news.reason)
+            self._waiters.dead(job, news.checkpoint, f"rank {news.rank}: {news.reason}")
         elif isinstance(news, Quarantined):
             job.counters.add("quarantined")
             where = [f"rank {rank} on node {node}" for rank, node in news.ranks]

@@ -20,8 +20,6 @@ from baftd.errors import Degraded, FormatError, VerificationFailed
 from baftd.memory.header import NO_DIGEST, SlotHeader, SlotState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from baftd.memory.slot_file import SlotFile
 
 __all__ = [
@@ -127,12 +125,21 @@ def facts_of(header: SlotHeader, image: ImageMap, root: bytes, digests: bytes) -
         image_length=header.image_length,
         small_length=header.small_length,
         digests=digests,
-        replicas=replicas_of(image.placements, digests),
+        replicas=replicas_of(image, header.tree_digest, digests),
     )
 
 
-def replicas_of(placements: Iterable[Placement], digests: bytes) -> tuple[tuple[bytes, bytes], ...]:
-    """(key, digest) of the stable ranges this rank holds, in two groups: whole tensors and parts of tensors.
+@dataclass(frozen=True)
+class ReplicaGroup:
+    """Stable ranges that other ranks may hold too: what they are, and which chunks hold them."""
+
+    key: bytes
+    chunks: tuple[tuple[int, int], ...]
+    """(first byte, byte behind the last) of each entry's part of the chunk digests."""
+
+
+def replica_groups(placements: tuple[Placement, ...]) -> tuple[ReplicaGroup, ...]:
+    """The stable ranges of a layout, in two groups: whole tensors, and parts of tensors.
 
     Two ranks with the same key hold the same ranges, so their digests must agree (invariant 3). Whole tensors are a
     group of their own because ranks often replicate those and divide others (sharded optimizers).
@@ -144,18 +151,36 @@ def replicas_of(placements: Iterable[Placement], digests: bytes) -> tuple[tuple[
             continue
         whole = all(span == (0, size) for span, size in zip(entry.ranges, entry.global_shape, strict=False))
         groups[whole].append(placement)
-    found: list[tuple[bytes, bytes]] = []
+    found: list[ReplicaGroup] = []
     for group in groups.values():
         if not group:
             continue
-        key, content = xxhash.xxh3_128(), xxhash.xxh3_128()
+        key = xxhash.xxh3_128()
+        chunks: list[tuple[int, int]] = []
         for placement in sorted(group, key=lambda p: (p.entry.name, p.entry.ranges)):
             entry = placement.entry
             key.update(repr((entry.name, entry.dtype, entry.global_shape, entry.ranges, entry.strides)).encode())
             first = DIGEST_BYTES * placement.first_chunk
-            content.update(digests[first : first + DIGEST_BYTES * placement.chunk_count])
-        found.append((key.digest(), content.digest()))
+            chunks.append((first, first + DIGEST_BYTES * placement.chunk_count))
+        found.append(ReplicaGroup(key.digest(), tuple(chunks)))
     return tuple(found)
+
+
+_KEPT_LAYOUTS = 256
+_groups: dict[bytes, tuple[ReplicaGroup, ...]] = {}
+
+
+def replicas_of(image: ImageMap, tree: bytes, digests: bytes) -> tuple[tuple[bytes, bytes], ...]:
+    """(key, digest) of each group of stable ranges. `tree`: the layout's digest."""
+    groups = _groups.get(tree)
+    if groups is None:  # at every seal they would cost more than all the rest
+        if len(_groups) >= _KEPT_LAYOUTS:
+            _groups.clear()
+        groups = _groups[tree] = replica_groups(image.placements)
+    return tuple(
+        (group.key, xxhash.xxh3_128_digest(b"".join(digests[first:end] for first, end in group.chunks)))
+        for group in groups
+    )
 
 
 def shard_of_fetch(slot: SlotFile, claimed: ShardFacts, digests: bytes) -> tuple[ParsedImage, ShardFacts]:
@@ -182,6 +207,6 @@ def shard_of_fetch(slot: SlotFile, claimed: ShardFacts, digests: bytes) -> tuple
         image_length=image.length,
         small_length=image.small_length,
         digests=digests,
-        replicas=replicas_of(image.placements, digests),
+        replicas=replicas_of(image, image.tree_digest, digests),
     )
     return image, shard

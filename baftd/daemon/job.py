@@ -134,6 +134,7 @@ class JobOnNode:
         self._trees: tuple[bytes, ...] = ()
         self._generation = 0
         self._journal_broken = False
+        self._digests: set[asyncio.Task[None]] = set()
         self._outbox: deque[Callable[[], Awaitable[Ready[NodeInstruction] | None]]] = deque()
         self._wake = asyncio.Event()
         self._resend: asyncio.TimerHandle | None = None
@@ -151,12 +152,22 @@ class JobOnNode:
         """The coordinator's last word."""
         return self.core.last_view
 
-    def client_of(self, writer: Writer) -> Client | None:
-        """The process that is this writer."""
-        for client in self.clients.of_job(self.name):
-            if (client.pid, client.pid_start) == (writer.pid, writer.start):
-                return client
-        return None
+    def client_of(
+        self, order: GrantSlot | RefuseGrant | TellCommitted | TellCadence | FenceWriter | Refuse
+    ) -> Client | None:
+        """Whom an order of the core is for. One process may hold several sessions, one after the other: each has an
+        incarnation of its own, and only one that is not the token's is ever fenced."""
+        sessions = [
+            client
+            for client in self.clients.of_job(self.name)
+            if (client.pid, client.pid_start) == (order.writer.pid, order.writer.start)
+        ]
+        current = self.token.incarnation if self.token is not None else ""
+        if isinstance(order, FenceWriter):
+            sessions = [client for client in sessions if client.incarnation != current]
+        elif not isinstance(order, Refuse):
+            sessions = [client for client in sessions if client.incarnation == order.token.incarnation]
+        return sessions[-1] if sessions else None
 
     def writer_of(self, client: Client) -> Writer:
         """How the core knows a process."""
@@ -259,7 +270,9 @@ class JobOnNode:
         elif isinstance(order, RemoveSlot):
             self.files.remove(order.rank, order.slot)
         elif isinstance(order, Digest):
-            self.context.tasks.start(self._digest(order), f"digest of {self.name} rank {order.rank}")
+            task = self.context.tasks.start(self._digest(order), f"digest of {self.name} rank {order.rank}")
+            self._digests.add(task)
+            task.add_done_callback(self._digests.discard)
         elif isinstance(order, StartPersist):
             self.persist(order)
         elif isinstance(order, CancelPersist):
@@ -275,7 +288,7 @@ class JobOnNode:
             assert isinstance(order, ReceiveSlot)  # taken by whoever called `receive`
 
     def _tell(self, order: GrantSlot | RefuseGrant | TellCommitted | TellCadence | FenceWriter | Refuse) -> None:
-        client = self.client_of(order.writer)
+        client = self.client_of(order)
         if client is None:
             return
         reply: Reply
@@ -301,6 +314,20 @@ class JobOnNode:
             self.log.warning("refused", rank=order.rank, what=order.message, why=order.reason)
             reply = ErrorReply(code="usage", message=order.reason, field=order.message)
         self.context.server.send(client.peer, reply)
+
+    async def caught_up(self) -> None:
+        """Return when everything that was sealed so far is digested and reported."""
+        while self._digests:
+            await asyncio.wait(set(self._digests))
+        done = asyncio.get_running_loop().create_future()
+
+        async def passed() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self._outbox.append(passed)
+        self._wake.set()
+        await done
 
     async def _digest(self, order: Digest) -> None:
         try:

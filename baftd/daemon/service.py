@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from baftd.checkpoint.commit import Policy
 from baftd.checkpoint.identity import check_job_name
@@ -114,9 +115,16 @@ class Service:
 
     async def _begin(self, server: Server) -> None:
         settings, seams = self.settings, self.seams
-        settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        asyncio.get_running_loop().set_exception_handler(self._escaped)
         root = ArenaRoot(settings.shm_dir)
-        root.create(settings.clients)
+        try:
+            settings.state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            root.create(settings.clients)
+        except OSError as error:
+            raise UsageError(
+                f"{error.filename} cannot be made: {error.strerror}.",
+                hint="Set state_dir and shm_dir to directories that this user may write to.",
+            ) from error
         incarnation, fresh = node_identity(
             settings.state_dir, settings.node, root, seams.random_bits, ops=seams.journal_ops
         )
@@ -177,6 +185,13 @@ class Service:
                 loop.add_signal_handler(number, self.stop)
         self._schedule_tick()
         self.housekeeping.start()
+
+    def _escaped(self, loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
+        """An exception that no task and no handler took: logged and counted, the loop goes on."""
+        error = what.get("exception")
+        if hasattr(self, "context"):
+            self.context.counters.add("internal_errors")
+        self._log.error("escaped", what=what.get("message"), error=repr(error))
 
     def _make_tier(self) -> DirectoryTier | None:
         settings = self.settings
@@ -251,7 +266,7 @@ class Service:
         self.context.counters.add("messages")
         peer, message = incoming.peer, incoming.message
         handler = self._handler(peer, message)
-        if isinstance(message, Begin | Seal | Skip | Resume | Leave | Finish | Save):
+        if isinstance(message, Begin | Seal | Skip | Resume | Leave):
             await self._guard(peer, message, handler)
         else:
             self.context.tasks.start(self._guard(peer, message, handler), f"{type(message).__name__} of {peer.pid}")

@@ -13,7 +13,7 @@ from baftd.daemon.clients import Client
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode, wire_token
 from baftd.daemon.waiting import Waiters
-from baftd.errors import BaftError, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
+from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
 from baftd.memory import preflight
 from baftd.memory.control import ControlPage
 from baftd.memory.slot_file import IMAGE_OFFSET, file_size
@@ -285,7 +285,16 @@ class Trainer:
 
     async def save(self, job: JobOnNode, client: Client, message: Save) -> None:
         """Make the newest committed step, at least this one, durable now."""
+        await job.caught_up()
         token = self.admit(job, client, message.token, message.rank)
+        view, table = job.view, job.core.tables.get(client.rank)
+        committed = view.committed if view is not None else None
+        reached = committed is not None and committed.epoch == token.epoch and committed.step >= message.step
+        if not reached and (table is None or message.step not in table.held(token)):
+            raise Degraded(
+                f"step {message.step} of rank {client.rank} has no snapshot, so it cannot be made durable "
+                f"({job.training.last_skip or 'it was not taken'})."
+            )
         self._waiters.want(job, client.peer, message.id, message.step, finish=False)
         try:
             await self._context.coordinator.want_durable(job.name, token, message.step)
@@ -296,6 +305,7 @@ class Trainer:
 
     async def finish(self, job: JobOnNode, client: Client, message: Finish) -> None:
         """The rank is done."""
+        await job.caught_up()
         token = self.admit(job, client, message.token, message.rank)
         client.state = "finished"
         self._waiters.want(job, client.peer, message.id, message.step, finish=True)
@@ -308,5 +318,6 @@ class Trainer:
     def leave(self, job: JobOnNode, client: Client, message: Leave) -> None:
         """The rank ends without finishing: its slots stay."""
         client.state = "left"
+        job.client_died(client)  # as far as its slots go: it fills none any more
         job.log.info("left", rank=client.rank, pid=client.pid, why=message.reason)
         self._context.server.send(client.peer, Ack(id=message.id))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from baftd.checkpoint.identity import CheckpointId
-from baftd.errors import BaftError
+from baftd.errors import BaftError, Degraded
 from baftd.wire.codec import error_reply
 from baftd.wire.messages import Saved
 from baftd.wire.server import Peer, Server
@@ -63,6 +63,17 @@ class Waiters:
             if waiter.finish or waiter.step > checkpoint.step:
                 kept.append(waiter)
             else:
+                self._server.send(waiter.peer, error_reply(error, id=waiter.id))
+        self._waiting[job.name] = kept
+
+    def dead(self, job: JobOnNode, checkpoint: CheckpointId, reason: str) -> None:
+        """A step will never be committed: those who wait for it to be durable would wait in vain."""
+        kept: list[_Waiter] = []
+        for waiter in self._waiting.get(job.name, []):
+            if waiter.finish or waiter.step != checkpoint.step:
+                kept.append(waiter)
+            else:
+                error = Degraded(f"step {checkpoint.step} cannot be made durable: {reason}.")
                 self._server.send(waiter.peer, error_reply(error, id=waiter.id))
         self._waiting[job.name] = kept
 
