@@ -18,7 +18,7 @@ from baftd.checkpoint.decisions import (
     WriteManifest,
     plan_digest,
 )
-from baftd.checkpoint.facts import Answer, Ready, Record, Report, Verdict, checkpoint_record
+from baftd.checkpoint.facts import Answer, Ready, Record, Report, Skipped, Verdict, checkpoint_record
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.errors import Fenced, UsageError
 
@@ -35,6 +35,7 @@ class DurableCommits(MemoryCommits):
         self._decided_step = head.parent.step if head and head.parent else 0
         self._decided_at = now
         self._finishing: dict[int, int] = {}
+        self._gave_up = False
 
     def report(self, report: Report, now: float) -> Ready[CoordinatorInstruction]:
         """A shard is verified at a tier. Answered with an `Answer`; whatever follows comes with it."""
@@ -49,8 +50,15 @@ class DurableCommits(MemoryCommits):
             self._decide(now)
         else:
             verdict, detail = self._take_durable(report, announce)
-        done = self._answer(report, verdict, detail)
-        return Ready((*records, *done.records), (*announce, *done.announce, *self._news(announce)))
+        end = self._conclude(now) if announce else Ready[CoordinatorInstruction]()
+        answer = self._answer(report, verdict, detail)
+        return Ready((*records, *end.records), (*announce, *answer.announce, *end.announce, *self._news(announce)))
+
+    def skip(self, skipped: Skipped, now: float) -> Ready[CoordinatorInstruction]:
+        """The rank has no snapshot of the step: it is dead for the whole job, at once."""
+        done = super().skip(skipped, now)
+        end = self._conclude(now)
+        return Ready((*done.records, *end.records), (*done.announce, *end.announce))
 
     def _answer(self, report: Report, verdict: Verdict, detail: str) -> Ready[CoordinatorInstruction]:
         shard = report.shard
@@ -168,16 +176,19 @@ class DurableCommits(MemoryCommits):
         announce: list[CoordinatorInstruction] = [Committed(checkpoint, "durable", ())]
         self._decide(now)
         announce.append(Retain(self.durable_pins()))
-        more = self._end_if_finished()
+        more = self._conclude(now)
         return Ready((*records, *more.records), (*announce, *more.announce, Publish(self.view)))
 
-    def durable_failed(self, token: Token, step: int, rank: int, reason: str) -> Ready[CoordinatorInstruction]:
+    def durable_failed(
+        self, token: Token, step: int, rank: int, reason: str, now: float
+    ) -> Ready[CoordinatorInstruction]:
         """A part cannot be written: give the step up, everywhere. The next one that is due is taken."""
         if token != self.history.token or self._pending is None or self._pending.checkpoint.step != step:
             return Ready()
         self._pending = None
+        self._gave_up = bool(self._finishing)
         self._changed()
-        more = self._end_if_finished(given_up=True)
+        more = self._conclude(now)
         return Ready(more.records, (*more.announce, Publish(self.view)))
 
     def durable_pins(self) -> tuple[CheckpointId, ...]:
@@ -190,36 +201,34 @@ class DurableCommits(MemoryCommits):
     def finish(self, token: Token, rank: int, step: int, now: float) -> Ready[CoordinatorInstruction]:
         """The rank is done. When all are, the newest committed step becomes durable, then slots are free to go.
 
-        Raises `Fenced` for an old token.
+        Steps that may still be committed are waited for. `Finished` follows, at once or later; saying it again is
+        answered again. Raises `Fenced` for an old token.
         """
         self._check(token)
         self._finishing[rank] = step
-        if len(self._finishing) < self._world or self.view.finished:
-            return Ready()
-        if self._may_still_become_durable():
-            assert self._committed is not None
-            self._wanted = self._committed.step
-            return Ready((), (Publish(self.view),)) if self._decide(now) else Ready()
-        return self._end_if_finished(given_up=True)
+        return self._conclude(now)
 
-    def _may_still_become_durable(self) -> bool:
-        committed = self._committed
-        return (
-            self.policy.durable
-            and committed is not None
-            and committed.epoch == self.history.epoch
-            and committed != self._durable
-        )
-
-    def _end_if_finished(self, given_up: bool = False) -> Ready[CoordinatorInstruction]:
+    def _conclude(self, now: float) -> Ready[CoordinatorInstruction]:
+        """End the job if all ranks have finished and nothing is under way any more."""
         if not self._finishing or len(self._finishing) < self._world or self._pending is not None:
             return Ready()
-        if self._committed is not None and self._committed == self._durable:
-            self._finished_epoch = self.history.epoch
-            self._changed()
-            record: Record = {"k": "finished", "epoch": self._finished_epoch}
-            return Ready((record,), (Finished(self._durable, "durable"), Publish(self.view)))
-        return Ready((), (Finished(self._committed, "memory"),)) if given_up else Ready()
+        if any(state.dead is None for state in self._steps.values()):
+            return Ready()  # some rank holds a step that the others may yet complete
+        committed = self._committed
+        if committed is not None and committed == self._durable:
+            return self._finished()
+        if committed is None or committed.epoch != self.history.epoch or not self.policy.durable or self._gave_up:
+            return Ready((), (Finished(committed, "memory"),))
+        self._wanted = committed.step
+        return Ready((), (Publish(self.view),)) if self._decide(now) else Ready()
+
+    def _finished(self) -> Ready[CoordinatorInstruction]:
+        if self._finished_epoch == self.history.epoch:
+            return Ready((), (Finished(self._durable, "durable"),))
+        self._finished_epoch = self.history.epoch
+        self._changed()
+        record: Record = {"k": "finished", "epoch": self._finished_epoch}
+        return Ready((record,), (Finished(self._durable, "durable"), Publish(self.view)))
 
     def _check(self, token: Token) -> None:
         if token != self.history.token:

@@ -159,7 +159,7 @@ class InProcessCoordinator:
 
     async def durable_failed(self, job: str, token: Token, step: int, rank: int, reason: str) -> None:
         """See `Coordinator.durable_failed`."""
-        await self._do(job, lambda core: core.durable_failed(token, step, rank, reason))
+        await self._do(job, lambda core: core.durable_failed(token, step, rank, reason, self._clock()))
 
     async def finish(self, job: str, token: Token, rank: int, step: int) -> None:
         """See `Coordinator.finish`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -33,7 +34,7 @@ from tests.simulation.world import Bytes, DurableDirectory, Machine, digest, sho
 if TYPE_CHECKING:
     from tests.simulation.training import Process
 
-__all__ = ["Cluster", "Rules", "SimCoordinator", "SimNode"]
+__all__ = ["Cluster", "Rules", "SimCoordinator", "SimNode", "Weather"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,45 @@ class Rules:
     coordinator: type[JobCoordinator] = JobCoordinator
     history: type[History] = History
     keep_records: Callable[[Record], bool] = lambda _: True
+
+
+@dataclass
+class Weather:
+    """What may go wrong in a run, and how often. Each seed draws its own, so that some go wrong in one way only."""
+
+    torn_shells: float = 0.0
+    """A daemon or coordinator dies between two records of its journal."""
+    corrupt: float = 0.0
+    """A rank's replica of the state differs (silent corruption)."""
+    torn_snapshots: float = 0.0
+    slow_writers: float = 0.0
+    stale: float = 0.0
+    """A process outlives its run."""
+    new_layouts: float = 0.0
+    full_disk: float = 0.0
+    rollbacks: float = 0.0
+    faults: tuple[int, ...] = ()
+    """Weights of the kinds of faults in `run._Faults`."""
+
+    @classmethod
+    def draw(cls, rng: random.Random, kinds: int) -> Weather:
+        """The weather of a seed."""
+        return cls(
+            torn_shells=rng.choice([0.0, 0.0, 0.004]),
+            corrupt=rng.choice([0.0, 0.0, 0.02, 0.2]),
+            torn_snapshots=rng.choice([0.0, 0.03, 0.15]),
+            slow_writers=rng.choice([0.0, 0.05, 0.2]),
+            stale=rng.choice([0.0, 0.3, 0.9]),
+            new_layouts=rng.choice([0.0, 0.0, 0.03]),
+            full_disk=rng.choice([0.0, 0.05, 0.3]),
+            rollbacks=rng.choice([0.0, 0.0, 0.1, 0.4]),
+            faults=(*(rng.choice([0, 1, 1, 4]) for _ in range(kinds - 1)), 1),
+        )
+
+    @classmethod
+    def fair(cls) -> Weather:
+        """Nothing goes wrong."""
+        return cls()
 
 
 @dataclass
@@ -62,8 +102,7 @@ class Cluster:
     processes: dict[Writer, Process] = field(default_factory=dict)
     coordinator: SimCoordinator = field(init=False)
     origins: dict[Token, Token | None] = field(default_factory=dict)
-    healing: bool = False
-    torn_shells: float = 0.0
+    weather: Weather = field(default_factory=Weather)
 
 
 class SimCoordinator:
@@ -110,7 +149,7 @@ class SimCoordinator:
         core = self.core
         if core is None:
             return
-        if method in ("join", "report", "skip", "restored", "manifest_written", "tick"):
+        if method in ("join", "report", "skip", "restored", "manifest_written", "durable_failed", "tick"):
             args = (*args, self.cluster.sched.now)
         self.execute(getattr(core, method)(*args))
 
@@ -120,7 +159,7 @@ class SimCoordinator:
         sched = cluster.sched
         assert core is not None
         for record in ready.records:
-            if cluster.torn_shells and sched.chance(cluster.torn_shells):
+            if cluster.weather.torn_shells and sched.chance(cluster.weather.torn_shells):
                 self.crash(wiped=False, away=sched.rng.uniform(0.1, 1.0))
                 return
             self.journal.append(record)
@@ -128,6 +167,8 @@ class SimCoordinator:
                 facts = EpochFacts.from_record(record)
                 if facts.token in cluster.origins:
                     cluster.oracle.opened(facts, cluster.origins[facts.token])
+            elif record["k"] == "durable":
+                cluster.oracle.became_durable(core.token, CheckpointId(*record["checkpoint"]))
         for order in ready.announce:
             if sched.tracing and not isinstance(order, Answer | commit.Publish | commit.Joined):
                 sched.trace("coordinator", _show(order))
@@ -146,8 +187,6 @@ class SimCoordinator:
                     cluster.oracle.committed(
                         core.token, order.checkpoint, core.places, core.nodes, core.history.quarantined
                     )
-                else:
-                    cluster.oracle.became_durable(core.token, order.checkpoint)
             elif isinstance(order, commit.WriteManifest):
                 sched.send(cluster.nodes[order.node].on_manifest, order, core.history.line)
             elif isinstance(order, commit.Retain):
@@ -329,7 +368,7 @@ class SimNode:
         cluster, machine = self.cluster, self.machine
         sched, oracle = cluster.sched, cluster.oracle
         for record in ready.records:
-            if cluster.torn_shells and sched.chance(cluster.torn_shells):
+            if cluster.weather.torn_shells and sched.chance(cluster.weather.torn_shells):
                 self.kill_daemon()
                 sched.at(sched.rng.uniform(0.05, 1.0), self.start_daemon)
                 return
@@ -404,7 +443,7 @@ class SimNode:
         held = self.machine.slots[(order.rank, order.slot)]
         token = self.core.token
         fine = digest(held.content) == shard.root_digest and token == shard.token
-        if fine and not cluster.healing and cluster.sched.chance(0.03):
+        if fine and cluster.sched.chance(cluster.weather.full_disk):
             fine = False  # a full disk
         head = self.core.history.find(shard.token.epoch)
         if fine and cluster.durable.write(shard, held.content, head.parent if head else None, shard.token):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baftd.checkpoint.commit import Policy
-from tests.simulation.cluster import Cluster, Rules, SimCoordinator, SimNode
+from tests.simulation.cluster import Cluster, Rules, SimCoordinator, SimNode, Weather
 from tests.simulation.oracle import Oracle
 from tests.simulation.scheduler import Scheduler, Violation
 from tests.simulation.training import Launcher
@@ -45,7 +45,9 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
     oracle = Oracle(machines, durable, world)
     slots = 4 if durable_on else 3
     cluster = Cluster(sched, rules or Rules(), oracle, machines, durable, world, policy, slots)
-    cluster.torn_shells = rng.choice([0.0, 0.0, 0.004])
+    cluster.weather = Weather.draw(rng, len(_Faults.kinds))
+    sched.loss, sched.doubled = rng.choice([0.0, 0.08, 0.25]), rng.choice([0.0, 0.06, 0.25])
+    sched.late = rng.choice([0.0, 0.08, 0.2])
     cluster.coordinator = SimCoordinator(cluster)
     for name, machine in machines.items():
         cluster.nodes[name] = SimNode(cluster, machine)
@@ -56,7 +58,7 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
         launcher.tick()
         _coordinator_timer(cluster)
         faults = _Faults(cluster, launcher)
-        for _ in range(rng.randint(1, 6)):
+        for _ in range(rng.randint(1, 8)):
             sched.at(rng.uniform(0.5, trouble), faults.strike)
         if rng.random() < 0.25:
             faults.three_crashes(rng.uniform(2.0, trouble / 2))
@@ -93,28 +95,16 @@ def _coordinator_timer(cluster: Cluster) -> None:
 class _Faults:
     """What goes wrong."""
 
+    kinds = ("_rank", "_daemon", "_machine", "_coordinator", "_wipe", "_flip", "_cadence", "_both", "_all")
+
     def __init__(self, cluster: Cluster, launcher: Launcher) -> None:
         self.cluster = cluster
         self.launcher = launcher
 
     def strike(self) -> None:
         """Something happens, at random."""
-        rng = self.cluster.sched.rng
-        kind = rng.choices(
-            [
-                self._rank,
-                self._daemon,
-                self._machine,
-                self._coordinator,
-                self._wipe,
-                self._flip,
-                self._both,
-                self._all,
-                self._cadence,
-            ],
-            [4, 4, 2, 2, 2, 1, 1, 3, 1],
-        )[0]
-        kind()
+        name = self.cluster.sched.rng.choices(self.kinds, self.cluster.weather.faults)[0]
+        getattr(self, name)()
 
     def three_crashes(self, at: float) -> None:
         """Crash three times around one step number."""
@@ -211,8 +201,7 @@ class _Faults:
     def heal(self) -> None:
         """From now on nothing fails: what is down comes up, stale processes die."""
         cluster = self.cluster
-        cluster.healing = True
-        cluster.torn_shells = 0.0
+        cluster.weather = Weather.fair()
         cluster.sched.lossy = False
         if cluster.sched.tracing:
             cluster.sched.trace("world", "PEACE")

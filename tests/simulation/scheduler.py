@@ -25,6 +25,7 @@ class Scheduler:
         self.tracing = trace
         self.lines: list[str] = []
         self.lossy = True
+        self.loss, self.doubled, self.late = 0.08, 0.06, 0.08
         self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
 
@@ -36,15 +37,16 @@ class Scheduler:
     def send(self, call: Callable[..., None], *args: Any) -> None:
         """A message between machines: it may take long, come twice, overtake others, or never arrive."""
         rng = self.rng
-        if self.lossy:
-            luck = rng.random()
-            if luck < 0.08:
-                return
-            if luck < 0.14:
-                self.at(rng.expovariate(1.0), call, *args)
-            self.at(rng.expovariate(8.0) if luck < 0.92 else rng.expovariate(0.5), call, *args)
-        else:
+        if not self.lossy:
             self.at(0.02, call, *args)
+            return
+        luck = rng.random()
+        if luck < self.loss:
+            return
+        if luck > 1.0 - self.doubled:
+            self.at(rng.expovariate(0.7), call, *args)
+        late = rng.random() < self.late
+        self.at(rng.expovariate(0.5 if late else 8.0), call, *args)
 
     def run(self, until: float, after_each: Callable[[], None]) -> None:
         """Run until the queue is empty or `until` is reached; `after_each` checks the invariants."""

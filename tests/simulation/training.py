@@ -48,7 +48,7 @@ class Process:
         self.unanswered.append((step, method, args, kwargs))
         del self.unanswered[:-64]
         self._deliver(self.node.life, method, args, kwargs)
-        if not self.cluster.healing and self.cluster.sched.chance(0.05):
+        if self.cluster.sched.lossy and self.cluster.sched.chance(0.05):
             self._deliver(self.node.life, method, args, kwargs)
 
     def _deliver(self, life: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Process:
         if due and not due[-1].due(step):
             self.run.passed(self, step)
             return
-        if not self.cluster.healing and sched.chance(0.01):
+        if sched.chance(self.cluster.weather.new_layouts):
             self.layout += 1
             self.grants.clear()
             self.declare()
@@ -134,7 +134,11 @@ class Process:
         shard = self._shard(step, line, b"")
         self._write(slot, generation, (-1, step), HeaderFacts(SlotState.FILLING, generation, shard, self.writer))
         self.say(step, "begin", self.rank, self.writer, self.token, step, slot, generation)
-        slow = sched.rng.uniform(0.5, 4.0) if sched.chance(0.06) else sched.rng.uniform(0.1, 0.5)
+        slow = (
+            sched.rng.uniform(0.5, 4.0)
+            if sched.chance(self.cluster.weather.slow_writers)
+            else sched.rng.uniform(0.1, 0.5)
+        )
         sched.at(slow, self._fill, step, slot, generation, line)
 
     def _shard(self, step: int, line: int, root: bytes) -> ShardFacts:
@@ -157,14 +161,14 @@ class Process:
             return
         sched = self.cluster.sched
         self.filling = None
-        if not self.cluster.healing and sched.chance(0.03):
+        if sched.chance(self.cluster.weather.torn_snapshots):
             self.say(step, "skip", self.rank, self.writer, self.token, step, "torn", slot, generation)
         else:
             content = (line, self.rank)
             root = digest(content) if self.run.digests else b""
             shard = self._shard(step, line, root)
             self._write(slot, generation, content, HeaderFacts(SlotState.SEALED, generation, shard, self.writer))
-            if not self.cluster.healing and sched.chance(0.01):
+            if sched.lossy and sched.chance(0.01):
                 sched.at(0.0, self.vanish)  # sealed, and never able to say so
                 return
             self.say(step, "seal", self.rank, self.writer, shard, slot, generation, digested=self.run.digests)
@@ -316,13 +320,13 @@ class Run:
         if self.over or any(not process.alive for process in self.processes.values()):
             return
         sched, launcher = self.cluster.sched, self.launcher
-        if self.step >= launcher.target and not self.cluster.healing:
+        if self.step >= launcher.target and sched.lossy:
             self._finish()
             return
         self.step += 1
         self.line = grow(self.line, self.token, self.step)
         self.cluster.oracle.trained(self.token, self.step, self.line)
-        if not self.cluster.healing and sched.chance(0.03):
+        if sched.chance(self.cluster.weather.corrupt):
             self.cluster.oracle.corrupt.add((self.token, self.step))
         self.waiting = set(self.processes)
         self.quiet_since = sched.now
@@ -364,7 +368,7 @@ class Run:
             sched.trace("launcher", f"{shorten(self.token)} ends: {why}")
         for process in self.processes.values():
             if process.alive:
-                if not self.cluster.healing and sched.chance(0.25):
+                if sched.chance(self.cluster.weather.stale):
                     process.zombie = True
                     sched.at(sched.rng.uniform(1.0, 10.0), process.vanish)
                 else:
@@ -417,7 +421,7 @@ class Launcher:
             return
         core = self.cluster.coordinator.core
         assert core is not None
-        if not self.cluster.healing and core.history.epoch and sched.chance(0.1):
+        if core.history.epoch and sched.chance(self.cluster.weather.rollbacks):
             self._roll_back()
             return
         self._start()
