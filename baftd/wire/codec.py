@@ -26,7 +26,6 @@ __all__ = [
     "encode",
     "error_reply",
     "message_id",
-    "raise_reply",
     "reply_error",
 ]
 
@@ -236,8 +235,3 @@ def reply_error(reply: ErrorReply) -> BaftError:
     if issubclass(cls, ProtocolError):
         return cls(reply.message, field=reply.field, hint=reply.hint)
     return cls(reply.message, hint=reply.hint)
-
-
-def raise_reply(reply: ErrorReply) -> None:
-    """Raise the exception that an `ErrorReply` stands for."""
-    raise reply_error(reply)

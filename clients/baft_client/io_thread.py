@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
@@ -143,8 +143,6 @@ class IoThread:
         self._log = get_logger("client")
         self._inbox: deque[Message | _Request] = deque()
         self._up = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
         self._stop = False
         self._drop_link = False
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -218,10 +216,6 @@ class IoThread:
         """Wait for a daemon; False when there is none within `timeout` seconds."""
         return self._up.wait(timeout)
 
-    def drained(self, timeout: float) -> bool:
-        """Wait until everything posted so far is in the socket's hands; False when it is not in time."""
-        return self._idle.wait(timeout) and not self._inbox
-
     def reconnect(self) -> None:
         """Give the connection up and greet anew."""
         self._drop_link = True
@@ -248,7 +242,6 @@ class IoThread:
         close_inherited_sockets(self.path)
 
     def _wake(self) -> None:
-        self._idle.clear()
         if self._wake_fd >= 0:
             _write_holding_gil(self._wake_fd, _ONE, 8)
 
@@ -257,10 +250,6 @@ class IoThread:
     def acknowledge(self, settled: Callable[[Message], bool]) -> None:
         """Drop owed messages for which `settled` says so."""
         self._owed = deque(message for message in self._owed if not settled(message))
-
-    def owed(self) -> Iterable[Message]:
-        """Messages sent (or to be sent) and not acknowledged, oldest first."""
-        return tuple(self._owed)
 
     def ask(self, message: Message, then: Callable[[Reply | BaftError], None]) -> None:
         """Send a request from the I/O thread; `then` gets the answer there."""
@@ -283,6 +272,7 @@ class IoThread:
             except Exception as error:  # noqa: BLE001 - whatever it is, training goes on: a new connection is tried
                 self._disconnect(f"{type(error).__name__}: {error}")
                 self._handler.failed(error)
+        self._drain_inbox()
         self._disconnect("closed", quietly=True, linger=0.2)
         self.state = LinkState.CLOSED
         if self._context is not None:
@@ -333,7 +323,6 @@ class IoThread:
                 self._owe(item)
                 if self.state is LinkState.UP:
                     self._send(item)
-        self._idle.set()
 
     def _owe(self, message: Message) -> None:
         self._owed.append(message)

@@ -41,7 +41,6 @@ from baftd.errors import (
     Degraded,
     Fenced,
     ProtocolError,
-    TornSnapshot,
     Unreachable,
     UsageError,
 )
@@ -93,7 +92,7 @@ class Session:
         self.incarnation = identity.incarnation
         self.settings = settings
         self.strict = strict
-        self.counters = Counters()
+        self._counters = Counters()
         self.device: DeviceCopier | None = None
         """Set by an adapter before the first boundary where sources live on a device."""
         self._audit = audit
@@ -107,7 +106,7 @@ class Session:
         self._link = IoThread(settings.socket, self._standing, clock=clock)
         self._standing.link = self._link
         self._joining = Joining(settings, self._standing, self._link, prefer=self._prefer, clock=clock)
-        self._skips = Skips(self._standing, self.counters, strict=strict, post=self._link.post)
+        self._skips = Skips(self._standing, self._counters, strict=strict, post=self._link.post)
         self._phase: Literal["attached", "restoring", "training", "over", "forked"] = "attached"
         self._snapshot: Snapshot | None = None
         self._grant: Grant | None = None
@@ -244,9 +243,14 @@ class Session:
         return bool(self._standing.fenced)
 
     @property
-    def paused_now(self) -> bool:
-        """Within `paused()`."""
-        return self._pausing > 0
+    def counters(self) -> Counters:
+        """What the session has done so far."""
+        counters, standing = self._counters, self._standing
+        counters.reconnects = max(0, standing.went_up - 1)
+        counters.refused = standing.refused
+        counters.committed_memory = standing.committed.get("memory", 0)
+        counters.committed_durable = standing.committed.get("durable", 0)
+        return counters
 
     def boundary(
         self,
@@ -287,11 +291,11 @@ class Session:
         if self._snapshot is not None:
             self._guard(lambda: self._seal(None))  # a loop without a fence hook: the copy must be over by now
         self._step = step
-        self.counters.boundaries += 1
+        self._counters.boundaries += 1
         if not force and not self._standing.due(step):
             return Outcome(OutcomeKind.NOT_DUE, step)
         outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began, force))
-        self.counters.held_seconds += self._clock() - began
+        self._counters.held_seconds += self._clock() - began
         return outcome
 
     def _begin(
@@ -335,12 +339,16 @@ class Session:
             recheck=recheck,
             writer=(self._identity.pid, self._identity.pid_start),
             now=began,
-            audit=self._audit > 0 and self.counters.began % self._audit == 0,
+            audit=self._audit > 0 and self._counters.began % self._audit == 0,
         )
         self._grant = None
+        if self.fenced:  # meanwhile: the I/O thread may have looked before the engine was armed
+            self._layout.cancel()
+            self._snapshot = None
+            return skip(step, "fenced", self._standing.fenced, Fenced)
         self._taken = step
         self._layout.page(step=step, updates=updates)
-        self.counters.began += 1
+        self._counters.began += 1
         self._snapshot.held = self._clock() - began
         self._link.post(Begin(token=token, rank=self.rank, step=step, slot=grant.slot, generation=grant.generation))
         return Outcome(OutcomeKind.BEGAN, step)
@@ -366,7 +374,7 @@ class Session:
             self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
             return error.code, error
         self._declare_error = None
-        self.counters.declares += 1
+        self._counters.declares += 1
         self._standing.declared(reply)
         return None
 
@@ -399,19 +407,20 @@ class Session:
         deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
         result = writer.seal(snapshot, updates=updates, deadline=deadline)
         self._snapshot = None
-        self.counters.audits += snapshot.audited is not None
+        self._counters.audits += snapshot.audited is not None
         now = self._clock()
-        self.counters.held_seconds += now - began
+        self._counters.held_seconds += now - began
         if isinstance(result, Torn):
             self._layout.page(fence=snapshot.step)
-            return self._torn(snapshot, result)
+            self._taken = -1
+            return self._skips.torn(snapshot, result)
         held = snapshot.held + now - began
         self._last_sealed = snapshot.step
-        self.counters.sealed += 1
-        self.counters.bytes_copied += writer.nbytes
-        self.counters.last_held_ms = held * 1e3
+        self._counters.sealed += 1
+        self._counters.bytes_copied += writer.nbytes
+        self._counters.last_held_ms = held * 1e3
         self._layout.page(
-            fence=snapshot.step, held_ns=int(held * 1e9), held_total_ns=int(self.counters.held_seconds * 1e9)
+            fence=snapshot.step, held_ns=int(held * 1e9), held_total_ns=int(self._counters.held_seconds * 1e9)
         )
         self._link.post(
             Seal(
@@ -430,17 +439,6 @@ class Session:
         )
         return Outcome(OutcomeKind.SEALED, snapshot.step)
 
-    def _torn(self, snapshot: Snapshot, torn: Torn) -> Outcome:
-        step, self._taken = snapshot.step, -1
-        if torn.witness == "late":
-            self._skips.skip(step, "late", torn.detail, Degraded, begun=snapshot)
-            return Outcome(OutcomeKind.TORN, step, f"late: {torn.detail}")
-        self.counters.torn += 1
-        where = f" in tensor {torn.name!r}" if torn.name else ""
-        reason = f"{torn.witness}: the state changed between boundary and fence{where}: {torn.detail}"
-        self._skips.skip(step, "torn", reason, TornSnapshot, torn=True, begun=snapshot)
-        return Outcome(OutcomeKind.TORN, step, reason, torn.name)
-
     def skip(self, step: int, reason: str) -> None:
         """No snapshot of `step`, for a reason of the caller's; drops one in progress of the same step.
 
@@ -452,7 +450,7 @@ class Session:
             self.cancel(reason)
             return
         self._step = max(self._step, step)
-        self.counters.boundaries += 1
+        self._counters.boundaries += 1
         if self._standing.due(step):
             self._skips.skip(step, "asked", reason)
 
@@ -548,12 +546,13 @@ class Session:
             saved = ask(self._link, message, limit, Saved, log=self._log)
         except BaftError as error:
             self._log.error("finish_failed", step=self._step, why=str(error))
-            self._end("finish failed")
+            self._end()
             if self.strict:
                 raise
             return None
         self._log.info("finished", step=saved.step, tier=saved.tier, path=saved.path, note=saved.note)
-        self._end("")
+        self._end()
+        self._skips.raise_pending()
         return saved
 
     def _need_token(self) -> WireToken:
@@ -576,13 +575,13 @@ class Session:
             if self._link.state is LinkState.UP:
                 message = Leave(token=self._standing.token, rank=self.rank, reason=reason[:4096])
                 self._link.request(message, LEAVE_TIMEOUT)
-        self._end(reason)
+        self._end()
 
     def close(self) -> None:
         """`leave` where the session is not over yet. Safe to call twice."""
         self.leave("closed")
 
-    def _end(self, reason: str) -> None:
+    def _end(self) -> None:
         self._phase = "over"
         self._snapshot = None
         lifeline.forget(self)
@@ -590,7 +589,6 @@ class Session:
         self._layout.close()
         self._link.close()
         self._standing.release()
-        self.counters.reconnects = max(0, self._standing.went_up - 1)
 
     def abandon_in_child(self) -> None:
         """In a forked child: drop everything inherited, speak to nobody, let the child live. Takes no lock."""

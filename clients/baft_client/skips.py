@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baft_client.shard_writer import Snapshot
+from baft_client.shard_writer import Snapshot, Torn
 from baft_client.source import Counters, Outcome, OutcomeKind
 from baft_client.standing import Standing
-from baftd.errors import BaftError
+from baftd.errors import BaftError, Degraded, TornSnapshot
 from baftd.telemetry import get_logger
 from baftd.wire.messages import Grant, Skip
 
@@ -78,6 +78,18 @@ class Skips:
                 error = error(f"job {me.job}, rank {me.rank}, step {step}: no snapshot ({kind}): {reason}")
             self._pending = error
         return Outcome(OutcomeKind.SKIPPED, step, f"{kind}: {reason}")
+
+    def torn(self, snapshot: Snapshot, torn: Torn) -> Outcome:
+        """The witnesses disagree about a snapshot, or its copy did not finish."""
+        step = snapshot.step
+        if torn.witness == "late":
+            self.skip(step, "late", torn.detail, Degraded, begun=snapshot)
+            return Outcome(OutcomeKind.TORN, step, f"late: {torn.detail}")
+        self._counters.torn += 1
+        where = f" in tensor {torn.name!r}" if torn.name else ""
+        reason = f"{torn.witness}: the state changed between boundary and fence{where}: {torn.detail}"
+        self.skip(step, "torn", reason, TornSnapshot, torn=True, begun=snapshot)
+        return Outcome(OutcomeKind.TORN, step, reason, torn.name)
 
     def close_open(self) -> None:
         """The state is about to change: a step that could still have been taken is dead now."""

@@ -86,6 +86,8 @@ class Counters:
     skipped: dict[str, int] = field(default_factory=dict)
     declares: int = 0
     reconnects: int = 0
+    refused: int = 0
+    """Begins, seals and skips that the daemon refused; each is in the log."""
     committed_memory: int = 0
     """Newest step known committed at the memory tier."""
     committed_durable: int = 0

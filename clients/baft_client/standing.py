@@ -72,8 +72,8 @@ class Standing(Handler):
         self.no_grant = ""
         """Why no slot is granted, in the daemon's words."""
         self.committed: dict[str, int] = {}
-        self.refused: list[tuple[int, BaftError]] = []
-        """Messages without an answer that the daemon refused: (step or 0, error)."""
+        self.refused = 0
+        """Messages without an answer that the daemon refused."""
         self.outages = 0
         self.went_up = 0
         self.alone = False
@@ -264,8 +264,7 @@ class Standing(Handler):
                 self.must_declare = True
                 self._grants.clear()
             else:
-                self.refused.append((0, error))
-                del self.refused[:-16]
+                self.refused += 1
             self.changed.notify_all()
         if reply.field != "declare":
             self._log.warning("refused", field=reply.field, why=str(error))
