@@ -54,9 +54,10 @@ struct baft_engine {
     _Atomic uint32_t bell, listeners; /* bell: futex that changes when a copy ends */
     _Atomic uint64_t job;
 
+    pthread_mutex_t control; /* start, cancel and stop exclude one another: the I/O thread may cancel at any time */
     baft_table *table;
     uint8_t *destination, *digests;
-    size_t digest_room;
+    size_t digest_room, nchunks;
     _Atomic size_t cursor, done_chunks;
     _Atomic uint64_t done_bytes, total;
     _Atomic uint32_t done;
@@ -354,6 +355,7 @@ baft_engine *baft_engine_new(int fd, int nice, uint64_t throttle, bool hold) {
         free(e);
         return NULL;
     }
+    pthread_mutex_init(&e->control, NULL);
     pthread_once(&fork_once, install_fork_handlers);
     change_gate(e, BAFT_CLOSED);
     atomic_store(BAFT_WORD8(e->page, bytes_copied), 0);
@@ -381,7 +383,7 @@ bool baft_engine_left(baft_engine *e) { return atomic_load(&e->armed) && !atomic
 
 bool baft_engine_busy(baft_engine *e) { return atomic_load(&e->busy) != 0; }
 
-bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) {
+static bool start(baft_engine *e, baft_table *table, uint8_t *destination) {
     if (atomic_load(&e->absent) || baft_engine_left(e)) return false;
     atomic_store(&e->armed, 0);
     wait_until_quiet(e); /* a thread may still look around in the finished copy */
@@ -390,7 +392,7 @@ bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) 
         if (!bigger) return false;
         e->digests = bigger, e->digest_room = table->nchunks;
     }
-    e->table = table, e->destination = destination;
+    e->table = table, e->destination = destination, e->nchunks = table->nchunks;
     e->populate = !known(e, destination, table->extent);
     for (int i = 0; i < LANES; i++) atomic_store(&e->lanes[i].state, LANE_FREE);
     atomic_store(&e->cursor, 0);
@@ -408,6 +410,14 @@ bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) 
     atomic_store(&e->armed, 1);
     if (table->nchunks && mode_of(e) != BAFT_CLOSED) change_gate(e, KEEP); /* a closed gate wakes nobody for nothing */
     return true;
+}
+
+bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) {
+    if (atomic_load(&e->absent)) return false; /* in a child, whoever held the mutex in the parent does not exist */
+    pthread_mutex_lock(&e->control);
+    bool started = start(e, table, destination);
+    pthread_mutex_unlock(&e->control);
+    return started;
 }
 
 void baft_engine_gate(baft_engine *e, uint32_t mode) {
@@ -444,8 +454,7 @@ bool baft_engine_flush(baft_engine *e, double seconds, bool help) {
     return atomic_load(&e->armed) && atomic_load(&e->done);
 }
 
-void baft_engine_cancel(baft_engine *e) {
-    if (atomic_load(&e->absent)) return;
+static void cancel(baft_engine *e) {
     bool left = baft_engine_left(e);
     atomic_store(&e->armed, 0);
     change_gate(e, BAFT_CLOSED);
@@ -454,6 +463,13 @@ void baft_engine_cancel(baft_engine *e) {
     atomic_store(&e->done, 0);
     e->table = NULL;
     tell(e, BAFT_IDLE);
+}
+
+void baft_engine_cancel(baft_engine *e) {
+    if (atomic_load(&e->absent)) return;
+    pthread_mutex_lock(&e->control);
+    if (!atomic_load(&e->absent)) cancel(e);
+    pthread_mutex_unlock(&e->control);
 }
 
 int baft_engine_state(baft_engine *e) {
@@ -475,20 +491,24 @@ uint64_t baft_engine_progress(baft_engine *e) {
 
 bool baft_engine_digests(baft_engine *e, const uint8_t **digests, size_t *nchunks) {
     if (!atomic_load(&e->armed) || !atomic_load(&e->done)) return false;
-    *nchunks = e->table->nchunks;
+    *nchunks = e->nchunks;
     *digests = e->digests;
     return true;
 }
 
 void baft_engine_stop(baft_engine *e) {
     if (atomic_load(&e->absent)) return; /* stopped before, or a forked child: there is no thread to join */
-    baft_engine_cancel(e);
-    atomic_store(&e->quit, 1);
-    change_gate(e, KEEP);
-    futex_wake(BAFT_WORD4(e->page, gate));
-    pthread_join(e->thread, NULL);
-    tell(e, BAFT_ABSENT);
-    atomic_store(&e->absent, 1);
+    pthread_mutex_lock(&e->control);
+    if (!atomic_load(&e->absent)) {
+        cancel(e);
+        atomic_store(&e->quit, 1);
+        change_gate(e, KEEP);
+        futex_wake(BAFT_WORD4(e->page, gate));
+        pthread_join(e->thread, NULL);
+        tell(e, BAFT_ABSENT);
+        atomic_store(&e->absent, 1);
+    }
+    pthread_mutex_unlock(&e->control);
 }
 
 void baft_engine_free(baft_engine *e) {
