@@ -166,6 +166,24 @@ def test_closing_stops_and_opening_goes_on(tmp_path: Path, name: Name) -> None:
         rig.close()
 
 
+def test_closing_takes_effect_within_a_chunk(tmp_path: Path, name: Name) -> None:
+    """One chunk of half a second: who looked at the gate between chunks only would copy it to its end."""
+    rig = Rig(tmp_path, name, hooks=EngineHooks(throttle=8 * MIB))
+    try:
+        table = rig.table([noise(CHUNK)])
+        assert table.chunks == 1
+        rig.start(table)
+        rig.engine.open()
+        soon(lambda: rig.engine.progress() > 0, "some progress")
+        rig.engine.close_window()
+        soon(lambda: rig.engine.state == EngineState.WAITING, "the gate to close")
+        assert rig.engine.progress() < CHUNK
+        assert rig.engine.flush(20.0)
+        rig.check()
+    finally:
+        rig.close()
+
+
 def test_a_gate_left_open_takes_the_next_copy(rig: Rig) -> None:
     rig.engine.open()
     for seed in range(3):
