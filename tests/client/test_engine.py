@@ -322,15 +322,17 @@ def test_stop_in_the_middle_joins(tmp_path: Path, name: Name) -> None:
 
 
 def test_a_forgotten_engine_ends_its_thread(tmp_path: Path, name: Name) -> None:
-    rig = Rig(tmp_path, name)
-    rig.start(rig.table([noise(MIB)]))
-    rig.engine.open()
-    soon(lambda: rig.engine.state == EngineState.DONE, "the copy")
-    before = threads_named("baft-copy")
+    def use_and_forget() -> int:
+        rig = Rig(tmp_path, name)
+        rig.start(rig.table([noise(MIB)]))
+        rig.engine.open()
+        soon(lambda: rig.engine.state == EngineState.DONE, "the copy")
+        rig.control.close()
+        rig.control.path.unlink()
+        return threads_named("baft-copy")
+
+    before = use_and_forget()
     assert before
-    rig.control.close()
-    rig.control.path.unlink()
-    del rig
     soon(lambda: threads_named("baft-copy") < before, "the thread to end")
 
 
