@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from baft_client.session import Session
 from baft_torch._checkpointer import Checkpointer, optimizers_of
+from baft_torch._cuda import CudaCopier
 from baft_torch._extra import ExtraState
 from baft_torch._group import identify
 from baft_torch._loader import LoaderState
@@ -72,6 +73,8 @@ def attach(
     )
     try:
         state = TrainingState(ModelTree(model, schedule, world=session.world), optimizers, stable)
+        if state.on_device:
+            session.device = CudaCopier(state.device_tensor)
         return Checkpointer(session, state, optimizers, loader, extras)
     except BaseException:
         session.close()

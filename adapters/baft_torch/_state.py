@@ -161,7 +161,8 @@ class TrainingState:
     def _locate(item: Item) -> None:
         holder = item.local if item.staging is None else item.staging
         source = item.source
-        source.address = holder.data_ptr() if item.extent.nbytes else 0
+        source.device = holder.device.type != "cpu"
+        source.address = holder.data_ptr() if item.extent.nbytes and not source.device else 0
         source.keep = holder.untyped_storage()
         if item.entry.kind == "stable":
             freeze_storage(holder)
@@ -180,6 +181,7 @@ class TrainingState:
         self._shapes = [t.shape for t in locals_]
         self._locals = locals_
         self._dtensors = [(item.live, item.local) for item in self.items if is_dtensor(item.live)]
+        self._by_source = {id(item.source): item for item in self.items}
         self._staged = [item for item in self.items if item.staging is not None]
         self._alias_pointers = [(a.data_ptr, b.data_ptr) for a, b in self._aliases]
         self._buffers = [named.tensor for named in self.models.buffers()]
@@ -252,6 +254,16 @@ class TrainingState:
             for item in self.items
             if item.entry.kind == "volatile" and item.entry.nbytes > LARGE_BUFFER
         ]
+
+    def device_tensor(self, source: Source) -> torch.Tensor:
+        """The tensor on a device that a source stands for."""
+        item = self._by_source[id(source)]
+        return item.local if item.staging is None else item.staging
+
+    @property
+    def on_device(self) -> bool:
+        """Some tensor does not lie in the memory of the host."""
+        return any(item.source.device for item in self.items)
 
     def by_name(self) -> dict[str, Item]:
         """Every item by its name and its aliases."""

@@ -86,3 +86,13 @@ def test_json_and_table(bench: ModuleType, capsys: pytest.CaptureFixture[str]) -
     text = capsys.readouterr().out
     assert "speed" in text
     assert "absent: nothing" in text
+
+
+def test_a_wild_baseline_is_said_to_prove_nothing(bench: ModuleType) -> None:
+    report = bench.Report("t")
+    report.steady("calm", [1.0, 1.01, 0.99, 1.02, 1.0])
+    report.steady("few", [1.0, 9.0])
+    assert not report.notes
+    report.steady("wild", [1.0, 2.0, 0.5, 3.0, 1.0])
+    assert report.notes
+    assert report.notes[0].startswith("wild is not discriminating here")
