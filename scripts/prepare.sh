@@ -54,20 +54,29 @@ prepare_system() {
 # prepare_venv EXTRAS: .venv with baftd (editable) and these extras, at the versions of scripts/constraints.txt.
 # pip's own configuration and variables apply: PIP_EXTRA_INDEX_URL can name an index with a smaller, CPU-only torch.
 prepare_venv() {
-    local extras=$1 stamp wanted
+    local extras=$1 stamp=.venv/.baftd-prepared inputs had_extras="" had_inputs="" extra
     if [ ! -x .venv/bin/python ]; then
         say "making the virtual environment .venv ($("$python" --version 2>&1))"
         "$python" -m venv .venv
     fi
-    # Anything that changes what is installed or built changes this text.
-    wanted="$extras $(cat pyproject.toml scripts/constraints.txt clients/baft_client/*.[ch] | cksum)"
-    stamp=.venv/.baftd-prepared
-    if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ] || ! .venv/bin/python -c 'import baft_client' 2>/dev/null; then
+    # Anything that changes what is installed or built changes this sum.
+    inputs=$(cat pyproject.toml scripts/constraints.txt clients/baft_client/*.[ch] | cksum)
+    if [ -e "$stamp" ]; then
+        { read -r had_extras && read -r had_inputs; } <"$stamp" || true
+    fi
+    # What another script has installed stays: the extras only grow.
+    for extra in ${had_extras//,/ }; do
+        [[ ",$extras," == *",$extra,"* ]] || extras+=",$extra"
+    done
+    for extra in ${extras//,/ }; do
+        [[ ",$had_extras," == *",$extra,"* ]] || had_inputs="" # one that is new
+    done
+    if [ "$had_inputs" != "$inputs" ] || ! .venv/bin/python -c 'import baft_client' 2>/dev/null; then
         say "installing baftd[$extras] and what it needs into .venv (the first time this takes some minutes)"
         .venv/bin/python -m pip install -qq --disable-pip-version-check --progress-bar off \
             --constraint scripts/constraints.txt --editable ".[$extras]" ||
             die "pip could not install baftd[$extras]: see above"
-        printf '%s' "$wanted" >"$stamp"
+        printf '%s\n' "$extras" "$inputs" >"$stamp"
         .venv/bin/python -c 'import baft_client._engine' 2>/dev/null ||
             say "the native copy engine was not built (compiler or headers missing); the Python one is used"
     fi
