@@ -32,13 +32,18 @@ KINDS = ("plain", "ddp", "fsdp2", "pipeline")
 
 
 class Lines(Dataset[torch.Tensor]):
-    """Short sequences; half of the words are drawn anew each time (from torch, numpy and random)."""
+    """Short sequences; some words are drawn anew each time, from torch, numpy and random (`draws`)."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.draws = draws
 
     def __len__(self) -> int:
         return 44
 
     def __getitem__(self, index: int) -> torch.Tensor:
         line = (torch.arange(LENGTH + 1) * (index % 5 + 1) + index) % WORDS
+        if not self.draws:
+            return line
         line[0] = random.randrange(WORDS)
         line[1] = int(np.random.randint(WORDS))
         line[2] = int(torch.randint(WORDS, ()))
@@ -85,7 +90,7 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Setup:
     """Model, loader and one step of the given kind for this rank."""
 
-    def __init__(self, kind: str, rank: int, world: int) -> None:
+    def __init__(self, kind: str, rank: int, world: int, workers: int) -> None:
         torch.manual_seed(11)
         random.seed(rank)
         np.random.seed(rank)
@@ -109,7 +114,15 @@ class Setup:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 2e-2, total_steps=100)
         size = BATCH * (MICRO if kind == "pipeline" else 1)
-        self.loader = StatefulDataLoader(Lines(), batch_size=size, shuffle=True, drop_last=True)
+        # Numbers that worker processes draw begin anew with them, after a restart as in each epoch.
+        self.loader = StatefulDataLoader(
+            Lines(draws=not workers),
+            batch_size=size,
+            shuffle=True,
+            drop_last=True,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
         # Replicas see other data and other dropout; stages of a pipeline see the same data.
         torch.manual_seed(100 if kind == "pipeline" else 100 + rank)
         if kind == "pipeline":
@@ -166,6 +179,7 @@ def main() -> None:
     parser.add_argument("--job", default="job")
     parser.add_argument("--no-baft", action="store_true")
     parser.add_argument("--kill", default="")
+    parser.add_argument("--workers", type=int, default=0)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -173,7 +187,7 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if args.kind != "plain":
         torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    setup = Setup(args.kind, rank, world)
+    setup = Setup(args.kind, rank, world, args.workers)
     kill_step, kill_point, kill_rank = (args.kill or "-1:none:-1").split(":")
     step = 0
 

@@ -46,9 +46,11 @@ def test_losses_after_a_kill_are_those_of_the_uninterrupted_run(
     compare(tmp_path, world, first)
 
 
-def resume_from(launcher: Launcher, kind: str, world: int, daemon: Daemon, out: Path, start: str = "2") -> int:
+def resume_from(
+    launcher: Launcher, kind: str, world: int, daemon: Daemon, out: Path, start: str = "2", **more: str
+) -> int:
     """Start again and run to the end; the step at which all ranks began."""
-    again = launcher.run(kind, world, STEPS, out, env=daemon.environ(), start=start).check()
+    again = launcher.run(kind, world, STEPS, out, env=daemon.environ(), start=start, **more).check()
     assert all(" torn 0 " in text for text in again.outputs), again.outputs
     firsts = set(again.first_steps)
     assert len(firsts) == 1, firsts
@@ -69,6 +71,31 @@ def test_a_process_killed_at_a_named_point_loses_at_most_one_step(
     first = resume_from(launcher, "plain", 1, daemon, tmp_path)
     # Boundary 8 is complete when step index 8 begins; its copy is over at the fence of step 8, or not.
     assert first in ((8, 9) if point in ("update", "boundary") else (7, 8))
+    compare(tmp_path, 1, first)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "kill"), [("ddp", "8:update:0"), ("ddp", "8:boundary:1"), ("pipeline", "8:fence:1")])
+def test_a_rank_killed_between_seal_and_update_of_the_others(
+    kind: str, kill: str, daemon: Daemon, launcher: Launcher, tmp_path: Path
+) -> None:
+    launcher.run(kind, 2, STEPS, tmp_path, env=daemon.environ(), start="ref", no_baft="").check()
+    died = launcher.run(kind, 2, STEPS, tmp_path, env=daemon.environ(), start="1", kill=kill)
+    assert -9 in died.codes
+    first = resume_from(launcher, kind, 2, daemon, tmp_path)
+    assert first in (7, 8, 9)
+    compare(tmp_path, 2, first)
+
+
+@pytest.mark.timeout(240)
+def test_a_trainer_killed_while_its_forked_loader_workers_live_on(
+    daemon: Daemon, launcher: Launcher, tmp_path: Path
+) -> None:
+    launcher.run("plain", 1, STEPS, tmp_path, env=daemon.environ(), start="ref", no_baft="", workers="2").check()
+    died = launcher.run("plain", 1, STEPS, tmp_path, env=daemon.environ(), start="1", workers="2", kill="8:backward:0")
+    assert died.codes == [-9]
+    first = resume_from(launcher, "plain", 1, daemon, tmp_path, workers="2")
+    assert first in (7, 8)
     compare(tmp_path, 1, first)
 
 
