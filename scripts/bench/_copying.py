@@ -86,6 +86,7 @@ def _speeds(report: Report, engine: CopyEngine, slot: Bytes, rounds: int) -> Non
         },
         rounds,
     )
+    report.steady("copy_ratio", times["numpy"])
     report.add("copy_ratio", ratio(times["numpy"], times["window"]), unit="", goal=0.9, better="higher",
                how="the engine's thread into a prefaulted slot, digest included, against numpy.copyto")  # fmt: skip
     report.add("flush_ratio", ratio(times["numpy"], times["flush"]), unit="", goal=None, better="higher",

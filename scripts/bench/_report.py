@@ -145,6 +145,15 @@ class Report:
         """Add a line that qualifies the figures: what was absent, what was not discriminating."""
         self.notes.append(text)
 
+    def steady(self, name: str, baseline: Sequence[float], *, most: float = 0.25) -> None:
+        """Note that figure `name` cannot tell good from bad where its baseline alone varies by more than `most`."""
+        if len(baseline) < 4:
+            return
+        low, middle, high = statistics.quantiles(baseline, n=4)
+        if (high - low) / middle > most:
+            share = (high - low) / middle
+            self.note(f"{name} is not discriminating here: its baseline alone varies by {share:.0%} (quartiles).")
+
     def as_dict(self) -> dict[str, object]:
         """What --json prints."""
         return {

@@ -88,6 +88,22 @@ def baftd_turn(ckpt: ArrayCheckpointer, work: Callable[[], None]) -> Callable[[]
     return turn
 
 
+def memcpy_turn(arrays: Arrays, work: Callable[[], None]) -> Callable[[], float]:
+    """One warm copy of everything, in the training thread."""
+    copies = {name: array.copy() for name, array in arrays.items()}
+
+    def copy() -> None:
+        for name, array in arrays.items():
+            np.copyto(copies[name], array)
+
+    def turn() -> float:
+        held = timed(copy)
+        work()
+        return held
+
+    return turn
+
+
 def torch_turns(arrays: Arrays, work: Callable[[], None], directory: Path) -> dict[str, Callable[[], float]]:
     """torch.save; DCP async_save with a stager that is kept, staging in the call and in its background thread."""
     import torch
@@ -157,7 +173,7 @@ def held(ckpt: ArrayCheckpointer, arrays: Arrays, spec: dict[str, Any]) -> None:
     """Every contestant in turn; one line with the series, one for each that is absent."""
     work = Work(spec["work"])
     scratch = Path(spec["scratch"])
-    turns: dict[str, Callable[[], float]] = {"baftd": baftd_turn(ckpt, work)}
+    turns: dict[str, Callable[[], float]] = {"baftd": baftd_turn(ckpt, work), "memcpy": memcpy_turn(arrays, work)}
     if importlib.util.find_spec("torch") is None:
         say(absent="torch.save and DCP async_save: torch is not installed")
     else:
