@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
@@ -66,6 +68,7 @@ class Layout:
             rank=self._identity.rank,
             entries=[wire_entry(source.entry) for source in sources],
             small_bytes=small_bytes,
+            numa_node=numa_node(),
         )
         reply = ask(message)
         me = self._identity
@@ -137,6 +140,21 @@ class Layout:
         if self._control is not None:
             self._control.close()
             self._control = None
+
+
+def numa_node() -> int:
+    """The NUMA node whose CPUs this process may run on; -1 where there is one node only, or several are allowed."""
+    allowed = os.sched_getaffinity(0)
+    nodes: dict[int, set[int]] = {}
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        with contextlib.suppress(OSError, ValueError):
+            cpus: set[int] = set()
+            for span in path.read_text().strip().split(","):
+                first, _, last = span.partition("-")
+                cpus.update(range(int(first), int(last or first) + 1))
+            nodes[int(path.parent.name[4:])] = cpus
+    ours = [node for node, cpus in nodes.items() if cpus & allowed]
+    return ours[0] if len(ours) == 1 and len(nodes) > 1 else -1
 
 
 def wire_entry(entry: TensorEntry) -> Entry:
