@@ -304,8 +304,9 @@ def rebuild_table(
     """Fill an empty table from the journal and from what the headers say happened since. Returns new records.
 
     The journal has the last word on who may write a slot; a header counts only under the generation that the journal
-    granted. A slot the journal does not know (it was lost) is judged by its header alone, and its content digested
-    again. Raises `FormatError` for a record that cannot be one.
+    granted. A slot the journal does not know, or whose header has a generation that it never granted (records were
+    lost), is judged by its header alone, and its content digested again. Raises `FormatError` for a record that cannot
+    be one.
     """
     known: set[int] = set()
     for record in records:
@@ -316,7 +317,8 @@ def rebuild_table(
     written: list[Record] = []
     for index, header in headers.items():
         slot = table.slots.setdefault(index, Slot(index))
-        if index not in known:
+        if index not in known or (header is not None and header.generation > slot.generation):
+            slot.clear()
             if header is not None:
                 _trust_header(slot, header)
         elif slot.state is SlotState.VERIFIED:

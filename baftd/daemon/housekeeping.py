@@ -34,6 +34,7 @@ class Housekeeping:
         self._clients = clients
         self._jobs = jobs
         self._release = release
+        self._finished: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         context.make_room = self.make_room
 
@@ -60,7 +61,7 @@ class Housekeeping:
         """What the daemon knows of a job that has files in the arena."""
         job = self._jobs.get(name)
         if job is None:
-            return Claim.UNKNOWN
+            return Claim.FINISHED if name in self._finished else Claim.UNKNOWN
         if job.orphans or job.rendezvous.incarnations or job.pinned:
             return Claim.LIVE
         if any(client.alive and client.state not in ("finished", "left") for client in self._clients.of_job(name)):
@@ -70,7 +71,12 @@ class Housekeeping:
     async def sweep(self, need: int = 0) -> list[Swept]:
         """Remove slots of finished jobs and of those past their retention; more, oldest first, while `need` bytes are
         not free."""
+        coordinator = self._context.coordinator
+        for name in self._context.root.jobs():
+            if name not in self._jobs and (await coordinator.view(name)).finished:
+                self._finished.add(name)
         removed = self._sweep(need, dry_run=False)
+        self._finished.clear()
         for swept in removed:
             self._context.counters.add("swept_files")
             self._context.log.info("swept", job=swept.job, bytes=swept.bytes, why=swept.reason)

@@ -66,6 +66,8 @@ class Joining:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._loading: dict[str, _Loading] = {}
         self._restoring: set[str] = set()
+        self._broken: dict[str, tuple[Token, BaftError]] = {}
+        """Job -> a start of it that could not load, and why: ranks that come later are told the same."""
 
     # ------------------------------------------------------------------ hello
 
@@ -303,6 +305,9 @@ class Joining:
     async def restored(self, job: JobOnNode, client: Client, message: Restored) -> None:
         """A rank has loaded its image, or could not."""
         token = self._trainer.admit(job, client, message.token, message.rank)
+        broken = self._broken.get(job.name)
+        if broken is not None and broken[0] == token:
+            raise broken[1]
         client.asked["restored"] = message.id
         loading = self._loading.get(job.name)
         if loading is None or loading.token != token:
@@ -362,6 +367,7 @@ class Joining:
 
     def _stop_loading(self, job: JobOnNode, loading: _Loading, error: BaftError) -> None:
         self._drop_loading(job)
+        self._broken[job.name] = (loading.token, error)
         for client in self._members(job, loading.token.incarnation):
             for kind in ("resume", "restored"):
                 asked = client.asked.pop(kind, None)

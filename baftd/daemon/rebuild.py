@@ -8,6 +8,7 @@ the slots' headers still say which epochs there were.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,6 +35,7 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
     arena.create(context.settings.clients)
     if not context.root.incarnation():
         context.root.set_incarnation(context.incarnation)
+    changed = arena.last_change()
     journal, found = Journal.open(arena.journal_path, fsync=False, ops=context.journal_ops)
     log = context.log.bind(job=name)
     if found.problem:
@@ -74,6 +76,7 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
     for writer in core.writers():
         _watch_orphan(job, writer)
     if headers or records:
+        os.utime(arena.journal_path, (changed, changed))  # to be taken up is no use of the job: its retention runs on
         held = sum(1 for table in core.tables.values() for _ in table.contents())
         log.info("taken_up", slots=len(headers), verified=held, epoch=history.epoch, highest=history.highest_step)
     return job

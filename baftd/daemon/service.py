@@ -169,12 +169,12 @@ class Service:
         )
         if tier is not None:
             await self._sweep_durable(tier)
+        await self.housekeeping.sweep()  # before jobs are taken up, which writes to their files
         for name in root.jobs():
             try:
                 await self.job(name)
             except (BaftError, OSError) as error:
                 self._log.error("job_not_taken_up", job=name, why=str(error))
-        await self.housekeeping.sweep()
         self._log.info(
             "started", node=settings.node, incarnation=incarnation, new_memory=fresh, socket=settings.socket,
             shm=settings.shm_dir, durable=settings.durable_dir, jobs=sorted(self.jobs),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Collection
 
@@ -40,12 +41,14 @@ class SlotFiles:
             return file
 
     def find(self, rank: int) -> dict[int, int]:
-        """Slots of a rank that exist and can be opened: index -> capacity in bytes."""
+        """Slots of a rank that exist, can be opened and are as long as they were made: index -> capacity in bytes."""
         found: dict[int, int] = {}
         for ref in self.arena.slots():
             if ref.rank == rank:
                 try:
-                    found[ref.index] = self.get(rank, ref.index).capacity
+                    file = self.get(rank, ref.index)
+                    if os.fstat(file.fd).st_size == file.size:
+                        found[ref.index] = file.capacity
                 except (FormatError, OSError):
                     continue
         return found

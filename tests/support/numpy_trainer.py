@@ -101,6 +101,10 @@ def main() -> None:
                     settled = ck.session.settle(10.0)
                     say("settled", step=step, ok=settled, committed=ck.session._standing.committed.get("memory", 0))
                 at = step + 1
+                if options.get("skip_at") == at:
+                    ck.session.skip(at, "the test says so")
+                    ck._step = at
+                    continue
                 if kill.get("step") == at and "chunk" in kill:
                     hold_then_die(ck, kill["chunk"])
                 else:
