@@ -17,7 +17,7 @@ from baftd.daemon.job import JobOnNode, wire_token
 from baftd.daemon.rendezvous import Completed, Failed, Instruction, Predecessor, Waiting
 from baftd.daemon.restore import Brought, Restorer
 from baftd.daemon.training import Trainer
-from baftd.errors import BaftError, RankError, TryAgain, UsageError
+from baftd.errors import BaftError, ProtocolError, RankError, TryAgain, UsageError
 from baftd.memory.processes import start_time
 from baftd.wire.codec import error_reply
 from baftd.wire.messages import (
@@ -41,6 +41,10 @@ CHECK_EVERY = 0.25
 
 LOAD_TIMEOUT = 1800.0
 """Seconds that the ranks may take to load what they were given, before the missing ones are named."""
+
+
+BELIEVED = 1 << 16
+"""How far above the newest epoch known here a training process's own may lie."""
 
 
 @dataclass
@@ -123,6 +127,12 @@ class Joining:
 
     async def _learn(self, job: JobOnNode, said: Token, world: int) -> None:
         """A process trains under an epoch that nobody here remembers (state and slots were lost): believe it."""
+        if said.epoch > job.core.history.epoch + BELIEVED:
+            raise ProtocolError(
+                f"job {job.name}: a token of epoch {said.epoch} cannot be: epoch {job.core.history.epoch} is the newest "
+                "known here.",
+                field="token.epoch",
+            )
         if said.epoch > job.core.history.epoch:
             epoch = EpochFacts(said, world, None, revision=-1)
             inventory = Inventory(self._context.node, NO_PLACE, (), (epoch,))
