@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any
 
@@ -48,7 +48,7 @@ class Checkpointer:
         self._loader = loader
         self._extra = extra
         self._generators = {**(loader.generators() if loader else {}), **extra.generators()}
-        self._parameters = [param for each in optimizers for group in each.param_groups for param in group["params"]]
+        self._optimizers = list(optimizers)
         self._step: int | None = None
         self._since_resume = 0
         self._begun = False
@@ -83,7 +83,8 @@ class Checkpointer:
                 self._load(image)
                 image.verify_rest()
             except Exception as problem:
-                self._session.restored(ok=False, reason=str(problem) or type(problem).__name__)
+                with suppress(BaftError):  # it says of all ranks what this one knows better
+                    self._session.restored(ok=False, reason=str(problem) or type(problem).__name__)
                 raise
             finally:
                 image.close()
@@ -237,7 +238,7 @@ class Checkpointer:
         """Why the state is not that of a boundary; empty if it is."""
         if interrupted:
             return "an optimizer's update began and did not end"
-        if self._hooks.updates == 0:
+        if self._hooks.updates == 0 and self._optimizers:
             return "no update yet: the optimizer's tensors are not known"
         if not moved and self._gradients_alive():
             return "gradients of an unfinished accumulation are alive: ckpt.step() belongs after zero_grad()"
@@ -246,7 +247,8 @@ class Checkpointer:
     def _gradients_alive(self) -> bool:
         """Whether a gradient exists that is not zero. After an update gradients may be alive because the loop clears
         them at its beginning; without one they are the sum of micro-batches that a resumed run would lack."""
-        grads = [param.grad for param in self._parameters if param.grad is not None]
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
         return any(bool(grad.count_nonzero()) for grad in grads)
 
     def _fence_quietly(self) -> None:

@@ -184,7 +184,9 @@ class TrainingState:
         self._by_source = {id(item.source): item for item in self.items}
         self._staged = [item for item in self.items if item.staging is not None]
         self._alias_pointers = [(a.data_ptr, b.data_ptr) for a, b in self._aliases]
-        self._buffers = [named.tensor for named in self.models.buffers()]
+        self._buffers = list(self.models.buffers())
+        places = {id(item): i for i, item in enumerate(self.items)}
+        self._places = {item.entry.name: places[id(item)] for item in self.items}
 
     # ------------------------------------------------------------ at every boundary
 
@@ -226,16 +228,35 @@ class TrainingState:
             self.rebuild()
 
     def _same_tensors(self) -> bool:
-        """Whether every tensor is still the same object of the same shape, and tied ones are still tied."""
-        buffers = [named.tensor for named in self.models.buffers()]
+        """Whether every tensor is still the same object of the same shape, and tied ones are still tied. A buffer that
+        was replaced by one of its kind counts as the same, and is followed here."""
         return (
-            len(buffers) == len(self._buffers)
-            and all(a is b for a, b in zip(buffers, self._buffers, strict=True))
+            self._follow_buffers()
             and all(live._local_tensor is local for live, local in self._dtensors)
             and all(a() == b() for a, b in self._alias_pointers)
             and [t.shape for t in self._locals] == self._shapes
             and [read() for read in self._stride_of] == self._strides
         )
+
+    def _follow_buffers(self) -> bool:
+        """Take the place of buffers that forward has replaced; False where the tree has to be walked again."""
+        buffers = list(self.models.buffers())
+        if len(buffers) != len(self._buffers):
+            return False
+        for i, (old, new) in enumerate(zip(self._buffers, buffers, strict=True)):
+            if old.tensor is new.tensor:
+                continue
+            place = self._places.get(new.name, -1)
+            if old.name != new.name or place < self._stable_count or type(new.tensor) is not torch.Tensor:
+                return False
+            item = self.items[place]
+            if item.entry.aliases or item.staging is not None or not _alike(item.local, new.tensor):
+                return False
+            item.live = item.local = self._locals[place] = new.tensor
+            self._pointer_of[place], self._stride_of[place] = new.tensor.data_ptr, new.tensor.stride
+            self._pointers[place] = -1  # located anew
+            self._buffers[i] = new
+        return True
 
     # ------------------------------------------------------------ small state, and what a user is told
 
@@ -274,6 +295,15 @@ def _shard(named: Named) -> Shard | None:
     if is_dtensor(named.tensor):
         return shard_of(named.tensor) if named.ranged else None
     return _whole(named.tensor) if named.replicated else None
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two plain tensors are declared in the same way."""
+    return (
+        type(a) is torch.Tensor
+        and (a.dtype, a.shape, a.stride(), a.device, a.layout) == (b.dtype, b.shape, b.stride(), b.device, b.layout)
+        and not (b.is_conj() or b.is_neg())
+    )
 
 
 def _state_shard(tensor: torch.Tensor, param: torch.Tensor, owner: Named | None) -> Shard | None:
