@@ -100,11 +100,15 @@ class Joining:
             framework=message.framework,
             lock_path=job.arena.create_lock(message.rank),
         )
-        if said is None:
-            job.rendezvous.hello(
-                message.rank, message.world, message.incarnation, client.pid, client.pid_start, self._context.clock()
-            )
         client = self._clients.add(client)
+        if said is None:
+            try:
+                job.rendezvous.hello(
+                    client.rank, client.world, client.incarnation, client.pid, client.pid_start, self._context.clock()
+                )
+            except RankError:
+                self._clients.remove(client)
+                raise
         job.adopted(job.writer_of(client))
         if said is not None:
             self._context.counters.add("reconnects")
@@ -129,8 +133,8 @@ class Joining:
         """A process trains under an epoch that nobody here remembers (state and slots were lost): believe it."""
         if said.epoch > job.core.history.epoch + BELIEVED:
             raise ProtocolError(
-                f"job {job.name}: a token of epoch {said.epoch} cannot be: epoch {job.core.history.epoch} is the newest "
-                "known here.",
+                f"job {job.name}: a token of epoch {said.epoch} cannot be: the newest known here is "
+                f"{job.core.history.epoch}.",
                 field="token.epoch",
             )
         if said.epoch > job.core.history.epoch:
