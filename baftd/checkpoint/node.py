@@ -109,9 +109,9 @@ class NodeJob(NodeReports):
         return self._settle(out)
 
     def lay_slots(self, rank: int, slots: Sequence[int]) -> Ready[NodeInstruction]:
-        """Slots made for a fetch, before any process has declared a layout."""
+        """More slots for the rank, beside those it has: made for a fetch, or ready to be filled now."""
         self._table(rank).lay({*slots, *(slot.index for slot in self._table(rank) if not slot.retired)})
-        return Ready()
+        return self._settle(Out())
 
     def begin(
         self, rank: int, writer: Writer, token: Token, step: int, slot: int, generation: int
