@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -44,11 +45,12 @@ def run(arguments: argparse.Namespace) -> int:
             if arguments.json:
                 print_json("status", fields_of(reply))
             else:
-                if arguments.watch:
+                if arguments.watch and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
                 _print(reply, arguments.job)
             if not arguments.watch:
                 return 0
+            sys.stdout.flush()
             time.sleep(arguments.watch)
 
 
