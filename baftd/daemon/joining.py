@@ -353,6 +353,8 @@ class Joining:
             client.state = "training"
             asked = client.asked.pop("restored", None)
             if asked is not None:
+                # Before the first boundary, so that no rank chooses for itself whether to take it.
+                self._context.server.send(client.peer, self._trainer.cadence(job, wire_token(loading.token)))
                 self._context.server.send(client.peer, Ack(id=asked))
         job.log.info("restored", epoch=loading.token.epoch, step=loading.brought.plan.step if loading.brought else None)
 

@@ -143,7 +143,7 @@ class Trainer:
             slots=[SlotPlace(slot, job.arena.slot_path(client.rank, slot), capacity) for slot in slots],
             small_room=room,
             grants=grants,
-            cadence=self._cadence(job, message.token),
+            cadence=self.cadence(job, message.token),
         )
         self._context.server.send(client.peer, reply)
         job.log.info("declared", rank=client.rank, tensors=len(entries), bytes=layout.capacity, slots=len(slots))
@@ -170,7 +170,8 @@ class Trainer:
         )
         return True
 
-    def _cadence(self, job: JobOnNode, token: WireToken) -> Cadence:
+    def cadence(self, job: JobOnNode, token: WireToken) -> Cadence:
+        """Which steps are snapshot, as the job's coordinator has decided."""
         view = job.view
         if view is None:
             return Cadence(token=token, from_step=0, memory_every=self._context.settings.memory_every)

@@ -111,6 +111,9 @@ def main() -> None:
                     ck.step()
                     if "chunk" in kill:
                         ck.session._layout._control.set("hold_at", 1 << 40)
+                if options.get("save_at") == at:
+                    saved = ck.save(timeout=20)
+                    say("saved", step=saved.step, tier=saved.tier, path=saved.path)
                 if kill.get("step") == at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if options.get("wait_at") == at:
