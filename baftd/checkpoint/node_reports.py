@@ -80,7 +80,9 @@ class NodeReports(NodeSlots):
         out = Out()
         self._away = False
         self._take_view(view, out)
-        if view.store == self._store:  # else it is the late word of a coordinator that is no more
+        epoch = view.token.epoch if view.token is not None else 0
+        # Else it is the late word of a coordinator that is no more, or of one that has not learnt what we know.
+        if view.store == self._store and epoch >= self.history.epoch:
             self._joined = True
             self._send_owed(out)
         return self._settle(out)

@@ -6,11 +6,11 @@ These are tests of the test. Production code has no switch for any of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baftd.checkpoint.commit import JobCoordinator, Part
-from baftd.checkpoint.facts import Held, Inventory, JobView, Record, Report, ShardFacts, Skipped
+from baftd.checkpoint.facts import Held, Inventory, JobView, Ready, Record, Report, ShardFacts, Skipped
 from baftd.checkpoint.history import History
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.node import NodeJob
@@ -18,7 +18,7 @@ from baftd.checkpoint.recovery import RestorePlan, plan_restore
 from baftd.checkpoint.slots import Line, Reason, Slot, SlotState, SlotTable
 from tests.simulation.cluster import Rules
 
-__all__ = ["BROKEN"]
+__all__ = ["BROKEN", "Broken", "NoStore"]
 
 
 def _node(table: type[SlotTable]) -> type[NodeJob]:
@@ -220,13 +220,13 @@ class SilentZero(JobCoordinator):
 class ManifestEarly(JobCoordinator):
     """Calls a checkpoint durable when the manifest has been asked for, not when it is there."""
 
-    def _take_durable(self, report: Report, announce: list[Any]) -> Any:
-        found = super()._take_durable(report, announce)
-        if self._pending is not None and self._pending.parts:
-            self._pending.complete = True
-            checkpoint = self._pending.checkpoint
-            announce += self.manifest_written(checkpoint, 0.0).announce
-        return found
+    def report(self, report: Report, now: float) -> Any:
+        done = super().report(report, now)
+        if self._pending is None or not self._pending.parts:
+            return done
+        self._pending.complete = True
+        early = self.manifest_written(self._pending.checkpoint, now)
+        return Ready((*done.records, *early.records), (*done.announce, *early.announce))
 
 
 class NoLineage(History):
@@ -258,28 +258,54 @@ def _no_epochs(record: Record) -> bool:
     return str(record["k"]) not in ("epoch", "highest")
 
 
-BROKEN: Mapping[str, Rules] = {
-    "free by count instead of by commit": Rules(node=_node(FreeByCount)),
-    "reported steps of unknown fate rotate": Rules(node=_node(RotateReported)),
-    "the newest committed step may be overwritten": Rules(node=_node(NewestCommittedIsFree)),
-    "no restore pin": Rules(node=_node(NoRestorePin)),
-    "no persist pin": Rules(node=_node(NoPersistPin)),
-    "slots of stale processes are given to others": Rules(node=ReclaimFromStale),
-    "grants are not in the journal": Rules(keep_records=_no_grants),
-    "epochs are not in the node's manifest": Rules(keep_records=_no_epochs),
-    "identity by step number alone": Rules(node=AnyLifeOfTheStep, coordinator=ByStepNumber),
-    "nothing is abandoned": Rules(history=NoLineage),
-    "no incarnation in memory commits": Rules(coordinator=NoIncarnation),
-    "no fence at the coordinator": Rules(coordinator=NoFence),
-    "reports to an earlier coordinator count": Rules(coordinator=NoStore),
-    "no step is declared dead": Rules(coordinator=SkipsUnheard),
-    "a lost skip stays lost": Rules(coordinator=HeldUnheard),
-    "commit with a rank missing": Rules(coordinator=AlmostAll),
-    "replicas are not compared": Rules(coordinator=ReplicasUnchecked),
-    "quarantine is forgotten": Rules(coordinator=QuarantineForgotten),
-    "a silent start at step 0": Rules(coordinator=SilentZero),
-    "durable before the manifest is written": Rules(coordinator=ManifestEarly),
-    "reports are not repeated": Rules(node=ForgetfulNode),
-    "a wiped coordinator learns nothing": Rules(node=NoRejoin),
+@dataclass(frozen=True)
+class Broken:
+    """Classes without one rule, what the simulation must say of them, and the faults that are likely to show it."""
+
+    rules: Rules
+    says: str
+    stress: tuple[str, ...] = ()
+
+
+_STUCK = "does not (commit|make durable) anything"
+
+BROKEN: Mapping[str, Broken] = {
+    "free by count instead of by commit": Broken(Rules(node=_node(FreeByCount)), "invariant 5: .* has lost"),
+    "reported steps of unknown fate rotate": Broken(Rules(node=_node(RotateReported)), "invariant [35]"),
+    "the newest committed step may be overwritten": Broken(
+        Rules(node=_node(NewestCommittedIsFree)), "invariant 5: .* has lost"
+    ),
+    "no restore pin": Broken(Rules(node=_node(NoRestorePin)), "invariant 5: .* has lost"),
+    "no persist pin": Broken(Rules(node=_node(NoPersistPin)), "invariant 1: .* pinned and being read"),
+    "slots of stale processes are given to others": Broken(
+        Rules(node=ReclaimFromStale), "invariant 1: .* granted", ("_all", "_rank")
+    ),
+    "grants are not in the journal": Broken(
+        Rules(keep_records=_no_grants), "invariant 1|bytes that are not", ("_daemon", "_both")
+    ),
+    "epochs are not in the node's manifest": Broken(
+        Rules(keep_records=_no_epochs), "invariant 15|the history ends at epoch", ("_wipe", "_daemon", "_machine")
+    ),
+    "identity by step number alone": Broken(
+        Rules(node=AnyLifeOfTheStep, coordinator=ByStepNumber), "loaded bytes that are not state", ("_all",)
+    ),
+    "nothing is abandoned": Broken(Rules(history=NoLineage), "was abandoned and is offered again", ("_all",)),
+    "no incarnation in memory commits": Broken(
+        Rules(coordinator=NoIncarnation), "invariant 3: .* memory is known to be gone", ("_machine",)
+    ),
+    "no fence at the coordinator": Broken(Rules(coordinator=NoFence), "invariant [39]", ("_all", "_rank")),
+    "no step is declared dead": Broken(Rules(coordinator=SkipsUnheard), _STUCK, ("loss",)),
+    "a lost skip stays lost": Broken(Rules(coordinator=HeldUnheard), _STUCK, ("loss", "_daemon")),
+    "commit with a rank missing": Broken(Rules(coordinator=AlmostAll), "invariant 3: .* shards"),
+    "replicas are not compared": Broken(Rules(coordinator=ReplicasUnchecked), "invariant 3: .* replicas differ"),
+    "quarantine is forgotten": Broken(
+        Rules(coordinator=QuarantineForgotten), "replicas differ|invariant 13", ("_all", "_coordinator")
+    ),
+    "a silent start at step 0": Broken(Rules(coordinator=SilentZero), "invariant 15", ("_machine", "_all")),
+    "durable before the manifest is written": Broken(Rules(coordinator=ManifestEarly), "invariant 4"),
+    "reports are not repeated": Broken(Rules(node=ForgetfulNode), _STUCK, ("loss",)),
+    "a wiped coordinator learns nothing": Broken(
+        Rules(node=NoRejoin), "invariant 15|the history ends|" + _STUCK, ("_wipe",)
+    ),
 }
-"""Name of the rule that is off -> the classes without it."""
+"""Name of the rule that is off -> the classes without it. `NoStore` has a scripted scenario: chance needs too long."""

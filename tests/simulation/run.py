@@ -27,8 +27,18 @@ class Outcome:
     trace: list[str] = field(default_factory=list)
 
 
-def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trouble: float = 14.0) -> Outcome:
-    """Run one seed for `trouble` seconds of virtual time with faults, then until it has committed again."""
+def simulate(
+    seed: int,
+    *,
+    rules: Rules | None = None,
+    trace: bool = False,
+    trouble: float = 14.0,
+    stress: tuple[str, ...] = (),
+) -> Outcome:
+    """Run one seed for `trouble` seconds of virtual time with faults, then until it has committed again.
+
+    `stress` names kinds of faults (`_Faults.kinds`, or "loss") that are to strike more than others.
+    """
     sched = Scheduler(seed, trace=trace)
     rng = sched.rng
     count, per = rng.choice([(1, 2), (2, 1), (2, 1), (2, 2), (3, 1)])
@@ -48,6 +58,9 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
     cluster.weather = Weather.draw(rng, len(_Faults.kinds))
     sched.loss, sched.doubled = rng.choice([0.0, 0.08, 0.25]), rng.choice([0.0, 0.06, 0.25])
     sched.late = rng.choice([0.0, 0.08, 0.2])
+    if stress:
+        cluster.weather.faults = tuple(8 if kind in stress else 1 for kind in _Faults.kinds)
+        sched.loss = 0.35 if "loss" in stress else sched.loss
     cluster.coordinator = SimCoordinator(cluster)
     for name, machine in machines.items():
         cluster.nodes[name] = SimNode(cluster, machine)
@@ -58,7 +71,7 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
         launcher.tick()
         _coordinator_timer(cluster)
         faults = _Faults(cluster, launcher)
-        for _ in range(rng.randint(1, 8)):
+        for _ in range(rng.randint(6, 10) if stress else rng.randint(1, 8)):
             sched.at(rng.uniform(0.5, trouble), faults.strike)
         if rng.random() < 0.25:
             faults.three_crashes(rng.uniform(2.0, trouble / 2))
@@ -78,7 +91,7 @@ def simulate(seed: int, *, rules: Rules | None = None, trace: bool = False, trou
 def _must_commit(cluster: Cluster) -> None:
     """Without faults the job commits step after step again, soon, and makes some of them durable."""
     sched, oracle = cluster.sched, cluster.oracle
-    deadline = sched.now + 60.0
+    deadline = sched.now + 40.0
     commits, durable = oracle.commits + 4, oracle.durable_commits + (1 if cluster.policy.durable else 0)
     while oracle.commits < commits or oracle.durable_commits < durable:
         if sched.now >= deadline:
