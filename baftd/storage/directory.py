@@ -7,17 +7,14 @@ written by whoever commits, once every shard's manifest is there.
 
 from __future__ import annotations
 
-import builtins
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from baftd.checkpoint.identity import CheckpointId, Token, check_job_name, step_directory
+from baftd.checkpoint.identity import CheckpointId, Token, check_job_name
 from baftd.checkpoint.shard import root_digest
-from baftd.errors import BaftError, Fenced, FormatError, JobNameError, NoRoom, UsageError, VerificationFailed
+from baftd.errors import JobNameError, NoRoom, UsageError, VerificationFailed
 from baftd.storage.fence import Fence
 from baftd.storage.files import FileOps, OsFiles
 from baftd.storage.formats import (
@@ -39,28 +36,15 @@ from baftd.storage.interface import (
     Sweep,
     VerifyLine,
 )
-from baftd.storage.inventory import Inventory
 from baftd.storage.names import CHECKPOINT_MANIFEST, Writer, checkpoint_of, shard_manifest_name, shard_name
-from baftd.storage.problems import explained, translate
+from baftd.storage.place import Place, make_job
+from baftd.storage.problems import explained
 from baftd.storage.reader import BulkReader
 from baftd.storage.removal import Removal
-from baftd.storage.small import write_small
 from baftd.storage.verify import verify_shard
 from baftd.storage.writer import BLOCK, PAGE, THREADS, Bounds, BulkWriter
 
 __all__ = ["DirectoryTier"]
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where things of one checkpoint are, and who looks after them."""
-
-    job: str
-    checkpoint: CheckpointId
-    job_path: str
-    path: str
-    fence: Fence
-    inventory: Inventory
 
 
 class DirectoryTier:
@@ -102,7 +86,7 @@ class DirectoryTier:
     def open_epoch(self, job: str, token: Token) -> None:
         """See `Tier.open_epoch`."""
         with explained(f"opening epoch {token.epoch} of job {job}", self._job_path(job)):
-            self._make_job(job)
+            make_job(self._ops, self.root, check_job_name(job))
             self._fence(job).open(token)
 
     def newest_token(self, job: str) -> Token | None:
@@ -164,12 +148,12 @@ class DirectoryTier:
         encoded = manifest.encode()
         bounds = Bounds(self._clock, limiter, cancel, deadline, progress)
         shard = f"{place.path}/{shard_name(rank)}"
-        with self._writing(place, token, f"writing the shard of rank {rank}", shard, length) as left:
-            self._enter(place, token)
-            existing = self._existing(place, manifest)
+        with place.writing(token, f"writing the shard of rank {rank}", shard, length) as writing:
+            writing.enter()
+            existing = writing.existing(manifest)
             if existing is not None:
                 return existing
-            with self._temporary(place.path, shard_name(rank), left) as temporary:
+            with writing.temporary(shard_name(rank)) as temporary:
                 writer = BulkWriter(
                     self._ops,
                     source_fd,
@@ -192,8 +176,8 @@ class DirectoryTier:
                         ).read_open(fd)
                 finally:
                     self._ops.close(fd)
-                self._name(place, token, temporary, shard)
-            self._publish(place, token, shard_manifest_name(rank), encoded, left)
+                writing.name(temporary, shard)
+            writing.publish(shard_manifest_name(rank), encoded)
         return manifest.record(shard, manifest_digest(encoded))
 
     def commit(
@@ -239,16 +223,14 @@ class DirectoryTier:
                 for record in ordered
             ],
         )
-        final = f"{place.path}/{CHECKPOINT_MANIFEST}"
-        with self._writing(place, token, "committing", final, 0) as left:
+        with place.writing(token, "committing", f"{place.path}/{CHECKPOINT_MANIFEST}", 0) as writing:
             place.fence.check(token)
-            stored = [self._check_part(place, record, token, world) for record in ordered]
-            if not self._is_committed(place, manifest):
-                # Shards may have been named by a process that died before it synced the directory.
-                self._ops.fsync_directory(place.path)
-                self._publish(place, token, CHECKPOINT_MANIFEST, manifest.encode(), left)
-            else:
-                self._ops.fsync_directory(place.path)
+            stored = [writing.check_part(record, world) for record in ordered]
+            committed = writing.is_committed(manifest)
+            # Names may come from a process that died before it synced the directory.
+            self._ops.fsync_directory(place.path)
+            if not committed:
+                writing.publish(CHECKPOINT_MANIFEST, manifest.encode())
         return DurableCheckpoint(
             job=job,
             checkpoint=checkpoint,
@@ -396,164 +378,8 @@ class DirectoryTier:
             return True  # `list` of that job will say why; it must not hide the others
         return any(checkpoint_of(inner) is not None or inner.startswith("EPOCH-") for inner in names)
 
+    def _place(self, job: str, checkpoint: CheckpointId) -> Place:
+        return Place(self._ops, self._writer, self.root, check_job_name(job), checkpoint)
+
     def _fence(self, job: str) -> Fence:
         return Fence(self._ops, self._writer, job, self._job_path(job))
-
-    def _place(self, job: str, checkpoint: CheckpointId) -> _Place:
-        job_path = self._job_path(job)
-        path = f"{job_path}/{step_directory(checkpoint)}"
-        inventory = Inventory(self._ops, self._writer, job, checkpoint, path)
-        return _Place(job, checkpoint, job_path, path, self._fence(job), inventory)
-
-    def _make_directory(self, path: str) -> bool:
-        try:
-            self._ops.mkdir(path)
-        except FileExistsError:
-            return False
-        return True
-
-    def _make_job(self, job: str) -> None:
-        """The job's directory and all above it, each one's name on the device."""
-        missing = []
-        above = self.root
-        while True:
-            try:
-                self._ops.stat(above)
-                break
-            except FileNotFoundError:
-                missing.append(above)
-                above = os.path.dirname(above)
-        for path in reversed(missing):
-            self._make_directory(path)
-        job_path = self._job_path(job)
-        try:
-            self._ops.stat(job_path)
-        except FileNotFoundError:
-            # Everything above is on the device before the job's directory is made: where that exists, they are. (A
-            # process that died may have made directories without syncing their names.)
-            path = self.root
-            while path != "/":
-                path = os.path.dirname(path)
-                try:
-                    self._ops.fsync_directory(path)
-                except PermissionError:
-                    break  # not ours to read, so it was not we who made anything in it
-            self._make_directory(job_path)
-        self._ops.fsync_directory(self.root)
-
-    def _enter(self, place: _Place, token: Token) -> None:
-        """The checkpoint's directory is there for good, and `token` is the newest."""
-        self._make_job(place.job)
-        place.fence.open(token)
-        self._make_directory(place.path)
-        self._ops.fsync_directory(place.job_path)
-
-    def _existing(self, place: _Place, manifest: ShardManifest) -> ShardRecord | None:
-        """The record of the same shard when it is there already; makes room for `manifest` when another one is."""
-        names = self._ops.listdir(place.path)
-        if shard_manifest_name(manifest.rank) in names:
-            try:
-                found, record = place.inventory.shard(manifest.rank)
-                same = found.written_on(manifest.node) == manifest
-            except (FormatError, FileNotFoundError):
-                same = False
-            if same:
-                self._ops.fsync_directory(place.path)
-                return record
-        if CHECKPOINT_MANIFEST in names:
-            raise UsageError(
-                f"{place.path} is committed and cannot take another shard of rank {manifest.rank}.",
-                hint="Delete the checkpoint first, if it is damaged.",
-            )
-        if shard_manifest_name(manifest.rank) in names:
-            self._ops.unlink(f"{place.path}/{shard_manifest_name(manifest.rank)}")
-            self._ops.fsync_directory(place.path)
-        return None
-
-    def _check_part(self, place: _Place, record: ShardRecord, token: Token, world: int) -> ShardRecord:
-        try:
-            manifest, stored = place.inventory.shard(record.rank, record.manifest_digest)
-        except FormatError as error:
-            raise VerificationFailed(
-                f"{place.path} cannot be committed: rank {record.rank}: {error.message}"
-            ) from error
-        except FileNotFoundError as error:
-            raise VerificationFailed(
-                f"{place.path} cannot be committed: rank {record.rank}: {error.filename} is missing.",
-                hint="All nodes of a job need the same durable_dir, on a file system that they share.",
-            ) from error
-        if (manifest.token, manifest.world) != (token, world):
-            raise VerificationFailed(
-                f"{place.path} cannot be committed: the shard of rank {record.rank} was written by epoch "
-                f"{manifest.epoch}, incarnation {manifest.incarnation}, with {manifest.world} ranks."
-            )
-        if replace(record, path=stored.path) != stored:
-            raise VerificationFailed(
-                f"{place.path} cannot be committed: the shard of rank {record.rank} is another one."
-            )
-        return stored
-
-    def _is_committed(self, place: _Place, manifest: CheckpointManifest) -> bool:
-        try:
-            found = place.inventory.checkpoint_manifest()
-        except (FileNotFoundError, FormatError):
-            return False  # a damaged one is replaced: all shards were just looked at
-        same = (found.incarnation, found.plan_digest, found.parts) == (
-            manifest.incarnation,
-            manifest.plan_digest,
-            manifest.parts,
-        )
-        if not same:
-            raise UsageError(f"{place.path} is committed already, with other shards or under another plan")
-        return True
-
-    @contextmanager
-    def _temporary(self, directory: str, final: str, left: builtins.list[str]) -> Iterator[str]:
-        """A temporary path in `directory`, removed after an error. One that cannot be is added to `left`."""
-        path = f"{directory}/{self._writer.temporary(final)}"
-        try:
-            yield path
-        except BaseException:
-            try:
-                self._ops.unlink(path)
-            except FileNotFoundError:
-                pass  # not made, or named
-            except OSError as second:
-                left.append(f"{path} could not be removed ({second.strerror}): `baftd gc` will do it.")
-            raise
-
-    def _name(self, place: _Place, token: Token, temporary: str, final: str) -> None:
-        place.fence.check(token)
-        self._ops.rename(temporary, final)
-        self._ops.fsync_directory(place.path)
-
-    def _publish(self, place: _Place, token: Token, name: str, data: bytes, left: builtins.list[str]) -> None:
-        with self._temporary(place.path, name, left) as temporary:
-            write_small(self._ops, temporary, data)
-            self._name(place, token, temporary, f"{place.path}/{name}")
-
-    @contextmanager
-    def _writing(self, place: _Place, token: Token, what: str, path: str, need: int) -> Iterator[builtins.list[str]]:
-        """Explain errors. One that comes from being fenced (the directory is deleted under a stale writer) says so.
-
-        What is put into the list that this gives is added to the error's message.
-        """
-        left: builtins.list[str] = []
-        try:
-            yield left
-        except BaftError as error:
-            error.message = " ".join([error.message, *left])
-            raise
-        except OSError as error:
-            try:
-                if isinstance(error, FileNotFoundError):
-                    place.fence.check(token)
-                free = self._ops.free_bytes(self.root)
-            except OSError:
-                free = None
-            except Fenced as fenced:
-                raise fenced from error
-            where = f"{what} of {place.checkpoint} of job {place.job}"
-            explanation = translate(error, where, path, need=need, free=free)
-            explanation.message = " ".join([explanation.message, *left])
-            raise explanation from error

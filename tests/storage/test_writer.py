@@ -334,7 +334,7 @@ def test_bulk_threads_are_niced_and_the_caller_is_not(shm: Path, disk: Path) -> 
     before = os.getpriority(os.PRIO_PROCESS, 0)
     make_slot(shm).write(DirectoryTier(disk, node="n0", file_ops=ops), "gpt")
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    assert {nice for name, nice in seen if name.startswith("baftd-bulk")} == {10}
+    assert {nice for name, nice in seen if name.startswith("baftd-bulk")} == {max(10, before)}
 
 
 def test_an_error_of_ours_is_raised_rather_than_what_followed_it(shm: Path, disk: Path) -> None:
