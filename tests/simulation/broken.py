@@ -308,4 +308,4 @@ BROKEN: Mapping[str, Broken] = {
         Rules(node=NoRejoin), "invariant 15|the history ends|" + _STUCK, ("_wipe",)
     ),
 }
-"""Name of the rule that is off -> the classes without it. `NoStore` has a scripted scenario: chance needs too long."""
+"""Name of the rule that is off -> the classes without it. `NoStore` has a test of its own: chance needs too long."""
