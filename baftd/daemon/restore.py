@@ -163,14 +163,21 @@ class Restorer:
         token = view.token
         if token is None or token.incarnation != incarnation:
             raise UsageError(f"job {job.name}: another start has taken over.")
-        if self._context.tier is not None:
-            try:
-                await self._context.workers.urgent(self._context.tier.open_epoch, job.name, token)
-            except Fenced:
-                raise
-            except (BaftError, OSError) as error:  # every durable write fences by itself, before it writes
-                job.log.warning("durable_not_fenced", why=str(error))
+        await self._open_durable(job, token)
         return token, chosen
+
+    async def _open_durable(self, job: JobOnNode, token: Token) -> None:
+        """Fence older tokens in the durable tier, and remove what killed writers left there."""
+        tier, workers = self._context.tier, self._context.workers
+        if tier is None:
+            return
+        try:
+            await workers.urgent(tier.open_epoch, job.name, token)
+            await workers.urgent(tier.sweep, job.name)
+        except Fenced:
+            raise
+        except (BaftError, OSError) as error:  # every durable write fences by itself, before it writes
+            job.log.warning("durable_not_fenced", why=str(error))
 
     async def bring(
         self, job: JobOnNode, token: Token, plan: RestorePlan, world: int | None, told: Told = lambda *_: None
