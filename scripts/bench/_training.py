@@ -38,7 +38,7 @@ class _Trainer:
         environ = {**service.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("_trainer.py")), json.dumps(spec)],
-            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, start_new_session=True,
+            env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
         )  # fmt: skip
         self._segments = _segments()
 
@@ -71,7 +71,9 @@ class _Trainer:
     def close(self) -> None:
         """End it, if it still runs, and what a peer left behind: dlrover's saver outlives its trainer."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self._process.pid, signal.SIGKILL)  # the group that it makes for itself
+        if self._process.poll() is None:
+            self._process.kill()
         self._process.wait(10)
         for path in _segments() - self._segments:
             path.unlink(missing_ok=True)
