@@ -18,6 +18,7 @@ from baft_torch._hooks import UpdateHooks
 from baft_torch._loader import LoaderState
 from baft_torch._restore import load
 from baft_torch._state import TrainingState
+from baft_torch._tensors import is_dtensor
 from baftd.errors import BaftError, FormatError, ModelMismatch, UsageError
 from baftd.telemetry import get_logger
 
@@ -249,7 +250,7 @@ class Checkpointer:
         them at its beginning; without one they are the sum of micro-batches that a resumed run would lack."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
-        return any(bool(grad.count_nonzero()) for grad in grads)
+        return any(_holds_something(grad) for grad in grads)
 
     def _fence_quietly(self) -> None:
         """Complete the snapshot under way. Called from hooks in the user's loop: raises nothing."""
@@ -258,8 +259,10 @@ class Checkpointer:
         self._begun = False
         try:
             outcome = self._session.fence(self._hooks.updates)
-        except BaftError as problem:
+        except BaftError as problem:  # strict: of an earlier call, so this one has fenced nothing yet
             self._trouble(problem)
+            with suppress(BaftError):
+                self._session.fence(self._hooks.updates)
             return
         if outcome.kind is OutcomeKind.TORN and not self._hooks.hooked:
             self._say_once(
@@ -335,6 +338,12 @@ class Checkpointer:
         problem, self._pending = self._pending, None
         if problem is not None:
             raise problem
+
+
+def _holds_something(grad: torch.Tensor) -> bool:
+    """Whether the part of a gradient that this rank holds is not all zero. Asks no other rank."""
+    local = grad._local_tensor if is_dtensor(grad) else grad
+    return local.layout is not torch.strided or bool(local.count_nonzero())
 
 
 def optimizers_of(value: Any) -> list[Any]:

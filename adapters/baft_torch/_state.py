@@ -27,6 +27,8 @@ __all__ = ["LARGE_BUFFER", "Item", "TrainingState"]
 LARGE_BUFFER = 16 << 20
 """Bytes of a buffer above which the time that its copy holds the training thread is worth a word."""
 
+_UNCHANGING = torch.empty(0)
+
 
 @dataclass(eq=False)
 class Item:
@@ -174,6 +176,8 @@ class TrainingState:
         self._stable_count = stable
         self._stable_locals = locals_[:stable]
         self._pointer_of = [t.data_ptr for t in locals_]
+        # An inference tensor has no version counter, and cannot be written outside of inference mode.
+        self._versioned = [_UNCHANGING if t.is_inference() else t for t in self._stable_locals]
         self._numel_of = [t.numel for t in self._stable_locals]
         self._stride_of = [t.stride for t in locals_]
         self._pointers = [read() for read in self._pointer_of]
@@ -212,7 +216,7 @@ class TrainingState:
         if pointers is None:
             pointers = [read() for read in self._pointer_of[: self._stable_count]]
         numels = [read() for read in self._numel_of]
-        versions = [t._version for t in self._stable_locals]
+        versions = [t._version for t in self._versioned]
         return zip(pointers, numels, versions, strict=False)
 
     def _follow(self) -> None:

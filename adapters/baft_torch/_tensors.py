@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baft_torch._dtypes import tag_of
@@ -44,6 +45,8 @@ def plain(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
     Raises UnsupportedTensor, naming `name`, for what is not elements in memory.
     """
+    if is_lazy(tensor):
+        raise _refused(name, "it has no shape yet (a lazy module)", "Run one forward pass before attach().")
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     if tensor.is_meta:

@@ -133,6 +133,22 @@ def test_a_storage_resized_to_nothing_is_refused_by_name() -> None:
         TrainingState(ModelTree(holder(tensor)), [])
 
 
+def test_a_lazy_module_is_refused_by_name_until_it_has_a_shape() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UnsupportedTensor, match=r"tensor 'model\.0\.weight'.*lazy"):
+        TrainingState(ModelTree(model), [])
+    model(torch.ones(1, 2))
+    assert len(TrainingState(ModelTree(model), []).refresh()) == 2
+
+
+def test_tensors_made_in_inference_mode_have_no_version_and_are_saved() -> None:
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    state = TrainingState(ModelTree(model), [])
+    assert snapshot(state).data["model.weight"] == raw(model.weight)
+    assert [identity[2] for identity in state.identities()] == [0, 0]
+
+
 def test_storages_that_are_read_by_pointer_cannot_be_resized_under_the_copy() -> None:
     model = nn.Linear(4, 4)
     TrainingState(ModelTree(model), [torch.optim.SGD(model.parameters(), lr=1.0)])
