@@ -18,34 +18,45 @@ find_python() {
     return 1
 }
 
+# Whether extensions can be built for $python: a compiler, its C library, Python's headers.
+can_build() {
+    printf '#include <Python.h>\n' |
+        "${CC:-cc}" -I"$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')" -E - >/dev/null 2>&1
+}
+
+has_xxhash() { printf '#include <xxhash.h>\n' | "${CC:-cc}" -E - >/dev/null 2>&1; }
+
+# Runs a command; its output is shown only when it fails.
+quietly() {
+    local output
+    output=$("$@" 2>&1) || { printf '%s\n' "$output" >&2 && return 1; }
+}
+
 # Debian packages that the build needs, installed when root, named when not.
 prepare_system() {
-    local missing=()
-    find_python || missing+=(python3)
-    if [ ! -x .venv/bin/python ] &&
-        ! { find_python && "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; }; then
+    local missing=() needs_python=""
+    if ! find_python; then
+        needs_python=yes
+        missing+=(python3 python3-venv python3-dev)
+    elif [ ! -x .venv/bin/python ] && ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        needs_python=yes
         missing+=(python3-venv)
     fi
-    if ! command -v cc >/dev/null 2>&1 && ! command -v gcc >/dev/null 2>&1; then
-        missing+=(gcc libc6-dev)
+    command -v "${CC:-cc}" >/dev/null 2>&1 || missing+=(gcc libc6-dev)
+    if [ -n "${python:-}" ] && ! can_build; then
+        missing+=(libc6-dev python3-dev)
     fi
-    if find_python &&
-        [ ! -e "$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["include"])')/Python.h" ]; then
-        missing+=(python3-dev)
-    fi
-    if ! printf '#include <xxhash.h>\n' | ${CC:-cc} -E - >/dev/null 2>&1; then
-        missing+=(libxxhash-dev)
-    fi
+    has_xxhash || missing+=(libxxhash-dev)
     if [ ${#missing[@]} -gt 0 ]; then
         if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
             say "installing ${missing[*]}"
-            apt-get -qq update >/dev/null || die "apt-get update failed: is there a network?"
-            DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends -y "${missing[@]}" >/dev/null ||
+            quietly apt-get update || die "apt-get update failed: is there a network?"
+            DEBIAN_FRONTEND=noninteractive quietly apt-get install --no-install-recommends -y "${missing[@]}" ||
                 die "apt-get could not install ${missing[*]}"
-        elif ! find_python || [[ " ${missing[*]} " == *" python3-venv "* ]]; then
+        elif [ -n "$needs_python" ]; then
             die "missing: ${missing[*]}. As root: apt-get install ${missing[*]}"
         else
-            say "missing: ${missing[*]} (the copy engine will be the slower Python one; as root: apt-get install ${missing[*]})"
+            say "missing: ${missing[*]}; the copy engine will do without (as root: apt-get install ${missing[*]})"
         fi
     fi
     find_python || die "no Python of at least 3.10 found; set PYTHON=/path/to/python3"
@@ -59,8 +70,9 @@ prepare_venv() {
         say "making the virtual environment .venv ($("$python" --version 2>&1))"
         "$python" -m venv .venv
     fi
-    # Anything that changes what is installed or built changes this sum.
+    # Anything that changes what is installed or built changes this line, a compiler that was not there before included.
     inputs=$(cat pyproject.toml scripts/constraints.txt clients/baft_client/*.[ch] | cksum)
+    can_build && inputs+=" compiler" && has_xxhash && inputs+=" xxhash"
     if [ -e "$stamp" ]; then
         { read -r had_extras && read -r had_inputs; } <"$stamp" || true
     fi
