@@ -161,7 +161,8 @@ def _write(saved: _Saved, entry: TensorEntry, live: torch.Tensor, name: str) -> 
     direct = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
     if direct and tuple(target.stride()) == _strides(entry):
         saved.image.copy_into(entry.name, target.data_ptr(), entry.nbytes)
-        increment_version((live, target))
+        increment_version(live)
+        increment_version(target)  # of a DTensor the local tensor counts for itself
     else:
         with torch.no_grad():
             target.copy_(_fresh(saved, entry, torch.device("cpu")))
