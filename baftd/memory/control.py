@@ -52,7 +52,6 @@ FIELDS: dict[str, Field] = {
     "pid": Field(0x040, 8, "process that trains"),
     "pid_start": Field(0x048, 8, "its start time in clock ticks since boot"),
     "epoch": Field(0x050, 8, "epoch of its token"),
-    "heartbeat": Field(0x058, 8, "raised by the client's I/O thread"),
     # training: written by the training thread
     "step": Field(0x080, 8, "newest boundary"),
     "updates": Field(0x088, 8, "optimizer updates at that boundary"),

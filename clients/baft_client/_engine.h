@@ -45,7 +45,7 @@ size_t baft_isa_list(const baft_isa **list, size_t room); /* those this CPU can 
 #define BAFT_PAGE_MAGIC 0x014C544354464142ull /* "BAFTCTL\x01" */
 #define BAFT_FIELDS(X)                                                                                          \
     X(magic, 0x000, 8) X(version, 0x008, 4) X(rank, 0x00C, 4) X(pid, 0x040, 8) X(pid_start, 0x048, 8)           \
-    X(epoch, 0x050, 8) X(heartbeat, 0x058, 8) X(step, 0x080, 8) X(updates, 0x088, 8) X(fence, 0x090, 8)         \
+    X(epoch, 0x050, 8) X(step, 0x080, 8) X(updates, 0x088, 8) X(fence, 0x090, 8)         \
     X(held_ns, 0x098, 8) X(held_total_ns, 0x0A0, 8) X(gate, 0x0C0, 4) X(pace, 0x100, 8)                         \
     X(window_opened, 0x108, 8) X(window_closed, 0x110, 8) X(bytes_copied, 0x140, 8) X(bytes_total, 0x148, 8)    \
     X(chunks_done, 0x150, 8) X(copies, 0x158, 8) X(engine, 0x160, 4) X(hold_at, 0x180, 8)

@@ -129,9 +129,15 @@ def test_a_broken_table_is_refused(data: bytes) -> None:
 
 
 def copying_thread() -> int:
-    """Thread id of the only engine of this process."""
-    found = [int(p.parent.name) for p in Path("/proc/self/task").glob("*/comm") if p.read_text() == "baft-copy\n"]
-    assert len(found) == 1
+    """Thread id of the only engine of this process, once it has named itself."""
+    found: list[int] = []
+
+    def named() -> bool:
+        tasks = Path("/proc/self/task").glob("*/comm")
+        found[:] = [int(p.parent.name) for p in tasks if p.read_text() == "baft-copy\n"]
+        return len(found) == 1
+
+    soon(named, "the one copying thread")
     return found[0]
 
 
@@ -139,10 +145,9 @@ def test_niceness_and_policy_are_the_threads_alone() -> None:
     """It may not push the training thread off its core when it is woken: SCHED_BATCH."""
     engine = _engine.Engine(-1, 7, 0, False)
     try:
-        soon(lambda: "baft-copy\n" in {p.read_text() for p in Path("/proc/self/task").glob("*/comm")}, "the thread")
         thread = copying_thread()
         soon(lambda: os.getpriority(os.PRIO_PROCESS, thread) == 7, "its niceness")
-        assert os.sched_getscheduler(thread) == os.SCHED_BATCH
+        soon(lambda: os.sched_getscheduler(thread) == os.SCHED_BATCH, "its policy")
         assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == 0
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
     finally:
@@ -159,7 +164,8 @@ def test_it_is_not_bound_to_the_training_threads_core() -> None:
     try:
         engine = _engine.Engine(-1, 0, 0, False)
         try:
-            soon(lambda: os.sched_getaffinity(copying_thread()) == everywhere, "the wide mask")
+            thread = copying_thread()
+            soon(lambda: os.sched_getaffinity(thread) == everywhere, "the wide mask")
         finally:
             engine.stop()
     finally:

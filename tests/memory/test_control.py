@@ -44,8 +44,8 @@ def test_fields_do_not_overlap() -> None:
 
 
 def test_lines_of_different_writers_are_apart() -> None:
-    """The training thread, the I/O thread and the engine would otherwise take cache lines from one another."""
-    writers = {"heartbeat": "io", "step": "training", "gate": "gate", "window_opened": "windows",
+    """The training thread and the engine would otherwise take cache lines from one another."""
+    writers = {"pid": "client", "step": "training", "gate": "gate", "window_opened": "windows",
                "bytes_copied": "engine", "hold_at": "test"}
     lines = {FIELDS[name].offset // 64 for name in writers}
     assert len(lines) == len(writers)
