@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
+import hashlib
 import os
 import random
 import shutil
@@ -173,14 +175,30 @@ def overhead(run: Run) -> tuple[float, float, int]:
 
 
 @contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """One quickstart at a time in a checkout: they would share .quickstart/. Raises Failed where one runs."""
+    place = os.open(ROOT, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Failed(f"another quickstart runs in {ROOT}. Wait until it has ended.") from None
+        yield
+    finally:
+        os.close(place)
+
+
+@contextlib.contextmanager
 def daemon(steps: int) -> Iterator[dict[str, str]]:
     """A daemon in directories of its own; the environment of processes that shall find it."""
-    shm = Path(f"/dev/shm/baftd-quickstart-{os.getuid()}")
+    checkout = hashlib.blake2b(str(ROOT).encode(), digest_size=4).hexdigest()
+    shm = Path(f"/dev/shm/baftd-quickstart-{os.getuid()}-{checkout}")
     clean_up_after_a_killed_one(shm)
     for path in (HOME, LOGS):
         path.mkdir(parents=True)
     run_dir = Path(tempfile.mkdtemp(prefix="baftd-qs-", dir="/tmp"))  # short: a socket's path has 107 bytes at most
     (HOME / "run-dir").write_text(f"{run_dir}\n")
+    (HOME / "shm-dir").write_text(f"{shm}\n")
     shm.mkdir(mode=0o700)
     env = {key: value for key, value in os.environ.items() if not key.startswith("BAFTD_")}
     env |= {
@@ -295,7 +313,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     runs: list[Run] = []
     try:
-        with daemon(args.steps) as env:
+        with alone(), daemon(args.steps) as env:
             try:
                 story(args.steps, env, runs)
             finally:

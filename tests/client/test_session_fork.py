@@ -184,9 +184,9 @@ trainer.one_step()
 assert trainer.session.settle(10)
 worker = os.fork()
 if worker == 0:
+    print(os.getpid(), flush=True)  # the handlers of the fork have run by now
     time.sleep(60)  # a loader worker that outlives its trainer
     os._exit(0)
-print(worker, flush=True)
 time.sleep(60)
 """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
@@ -39,8 +40,19 @@ def test_the_quickstart_shows_what_it_promises_and_leaves_nothing() -> None:
         r"losses +bit-identical",
     ):
         assert re.search(promised, done.stdout), (promised, done.stdout)
-    assert not Path(f"/dev/shm/baftd-quickstart-{os.getuid()}").exists()
-    assert not Path((ROOT / ".quickstart" / "run-dir").read_text().strip()).exists()
+    for name in ("shm-dir", "run-dir"):
+        assert not Path((ROOT / ".quickstart" / name).read_text().strip()).exists()
+
+
+def test_a_second_one_in_the_same_checkout_is_refused() -> None:
+    place = os.open(ROOT, os.O_RDONLY)
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX)
+        done = run()
+    finally:
+        os.close(place)
+    assert done.returncode == 1
+    assert "another quickstart runs" in done.stdout
 
 
 def test_a_step_count_that_makes_no_sense_is_refused() -> None:
