@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -75,32 +76,32 @@ class LinkState(Enum):
     CLOSED = "closed"
 
 
-class Handler:
+class Handler(ABC):
     """What a session does with events. All methods run in the I/O thread and must not block."""
 
+    @abstractmethod
     def make_hello(self) -> Hello:
         """The first message of every connection."""
-        raise NotImplementedError
 
+    @abstractmethod
     def welcomed(self, welcome: Welcome) -> None:
         """The daemon took the hello; owed messages and open requests are sent after this returned."""
-        raise NotImplementedError
 
+    @abstractmethod
     def turned_away(self, error: BaftError) -> None:
         """The daemon refused the hello."""
-        raise NotImplementedError
 
+    @abstractmethod
     def received(self, reply: Reply) -> None:
         """A message that answers no request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def went_away(self, why: str) -> None:
         """A connection that was up is gone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def failed(self, error: BaseException) -> None:
         """Something unexpected happened in the I/O thread; it goes on with a new connection."""
-        raise NotImplementedError
 
 
 class _Request:
