@@ -203,7 +203,6 @@ class Service:
             file_ops=self.seams.storage_ops,
             readback=settings.durable_readback,
             clock=self.seams.clock,
-            copy_source=bool(settings.clients),
         )
 
     async def _sweep_durable(self, tier: DirectoryTier) -> None:

@@ -52,8 +52,7 @@ class DirectoryTier:
 
     `node`: this node's name; it stands in manifests and in temporary names. `file_ops`: the file operations.
     `readback`: read every shard again from the device before it is named. `clock`: monotonic seconds, of deadlines.
-    `alive`: whether a process (pid, start in ticks) runs on this machine. `copy_source`: never map a slot; for slots
-    that other users can write to, and cut off under the map.
+    `alive`: whether a process (pid, start in ticks) runs on this machine.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class DirectoryTier:
         alive: Callable[[int, int], bool] | None = None,
         block: int = BLOCK,
         threads: int = THREADS,
-        copy_source: bool = False,
     ) -> None:
         if block <= 0 or block % PAGE:
             raise UsageError(f"a write block of {block} bytes is not a multiple of {PAGE}")
@@ -79,7 +77,6 @@ class DirectoryTier:
         self._writer = Writer.of_node(node, alive)
         self._block = block
         self._threads = threads
-        self._copy_source = copy_source
 
     # ------------------------------------------------------------------------------------------ tokens
 
@@ -165,7 +162,6 @@ class DirectoryTier:
                     f"rank {rank}: {shard}",
                     self._block,
                     self._threads,
-                    self._copy_source,
                 )
                 fd = writer.write(temporary)
                 try:

@@ -1,9 +1,12 @@
 """Bulk writing: the image of a slot into a file, past the page cache, digested as it goes.
 
 Blocks of 16 MiB are mapped from the slot, written with O_DIRECT by two niced threads, and each chunk is digested
-*after* the write that took its last byte: a slot that changes at any moment before that is caught, and nothing is
-copied on the way. (Measured on two cores, 1 GiB: 0.93-0.95 of a bare O_DIRECT write; reading into buffers of our
-own first reached 0.65-0.70.) Where O_DIRECT is refused the same blocks go through the page cache, their write-back
+*after* the write that took its last byte: a slot that changes at any moment before that is caught. (Measured on two
+cores, 1 GiB: 0.93-0.95 of a bare O_DIRECT write; reading blocks into buffers of our own first reached 0.65-0.70.)
+
+Whoever may write to a slot may also cut it off, and touching a mapped page that is gone is SIGBUS. So only the kernel
+follows the map, for which it is an error; the bytes that are digested are read with `preadv`, through a buffer that
+stays in the processor's cache. Where O_DIRECT is refused the same blocks go through the page cache, their write-back
 started at once and waited for one block later, so that the cache holds no more than a few blocks.
 """
 
@@ -30,6 +33,8 @@ PAGE = 4096
 """Memory, offsets and lengths of direct input/output are multiples of it."""
 BLOCK = 16 << 20
 """Bytes mapped and written at once."""
+PIECE = 256 << 10
+"""Bytes read and digested at once."""
 THREADS = 2
 NICE = 10
 
@@ -70,8 +75,7 @@ class BulkWriter:
     """Writes one image. `what` names it in errors ("rank 3: /ckpt/gpt/step-8.e1/rank-00003.safetensors").
 
     `source_fd` holds the image at `source_offset`, a multiple of the page size. `table` and `digests` as in
-    `Tier.write_shard`. `copy`: read blocks into memory of our own instead of mapping them, for a source that somebody
-    who is not trusted could cut off under the map (touching it then is SIGBUS, not an error).
+    `Tier.write_shard`.
     """
 
     ops: FileOps
@@ -84,7 +88,6 @@ class BulkWriter:
     what: str
     block: int = BLOCK
     threads: int = THREADS
-    copy: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _next: int = 0
     _written: int = 0
@@ -125,7 +128,7 @@ class BulkWriter:
 
     def _work(self, fd: int, offsets: list[int], stop: threading.Event) -> None:
         behind: tuple[int, int] | None = None
-        own = memoryview(mmap.mmap(-1, self.block)) if self.copy else None
+        piece = memoryview(bytearray(min(PIECE, self.length)))
         while not stop.is_set():
             with self._lock:
                 start = self._next
@@ -134,56 +137,57 @@ class BulkWriter:
                 break
             size = min(self.block, self.length - start)
             self.bounds.admit(size, f"writing {self.what}")
-            view = self._map(start, size, own)
-            self._put(fd, view, start)
+            self._put(fd, start, size)
             if not self._direct:
                 self.ops.start_writeback(fd, start, size)
                 if behind is not None:
                     self.ops.finish_writeback(fd, *behind)
                 behind = (start, size)
-            self._digest(offsets, view, start)
+            self._digest(offsets, start, size, piece)
             with self._lock:
                 self._written += size
                 written = self._written
             if self.bounds.progress is not None:
                 self.bounds.progress(written)
 
-    def _map(self, start: int, size: int, own: memoryview | None = None) -> memoryview:
-        """[start, start + size) of the image as memory. Unmapped when the last reference to it goes.
-
-        `own`: page-aligned memory to use where the source is copied.
-        """
-        if os.fstat(self.source_fd).st_size < self.source_offset + self.length:
-            raise VerificationFailed(f"{self.what}: the slot was cut to less than {self.length} bytes of image.")
-        down = start % PAGE
-        if self.copy:
-            return self._copied(start, size, own)
+    def _map(self, start: int, size: int) -> memoryview:
+        """[start, start + size) of the image, both multiples of a page, as memory that only the kernel may touch.
+        Unmapped when the last reference to it goes."""
+        self._check_whole()
         window = mmap.mmap(
             self.source_fd,
-            size + down,
+            size,
             flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
             prot=mmap.PROT_READ,
-            offset=self.source_offset + start - down,
+            offset=self.source_offset + start,
         )
-        return memoryview(window)[down:]
+        return memoryview(window)
 
-    def _copied(self, start: int, size: int, own: memoryview | None) -> memoryview:
-        buffer = (own if own is not None else memoryview(mmap.mmap(-1, _up(size))))[:size]
+    def _check_whole(self) -> None:
+        if os.fstat(self.source_fd).st_size < self.source_offset + self.length:
+            raise VerificationFailed(f"{self.what}: the slot was cut to less than {self.length} bytes of image.")
+
+    def _read(self, buffer: memoryview, start: int) -> None:
+        """Fill `buffer` from the image."""
         done = 0
-        while done < size:
+        while done < len(buffer):
             got = os.preadv(self.source_fd, [buffer[done:]], self.source_offset + start + done)
             if got == 0:
                 raise VerificationFailed(f"{self.what}: the slot was cut while it was read.")
             done += got
-        return buffer
 
-    def _put(self, fd: int, view: memoryview, start: int) -> None:
-        whole = len(view) - len(view) % PAGE
-        self._put_all(fd, view[:whole], start)
-        if whole < len(view):  # only in the last block: the image's end, on a page of its own
-            page = mmap.mmap(-1, PAGE)
-            page[: len(view) - whole] = view[whole:]
-            self._put_all(fd, memoryview(page), start + whole)
+    def _put(self, fd: int, start: int, size: int) -> None:
+        whole = size - size % PAGE
+        try:
+            if whole:
+                self._put_all(fd, self._map(start, whole), start)
+            if whole < size:  # only in the last block: the image's end, on a page of its own
+                page = memoryview(mmap.mmap(-1, PAGE))
+                self._read(page[: size - whole], start + whole)
+                self._put_all(fd, page, start + whole)
+        except OSError:
+            self._check_whole()  # cut under the map the slot gives the kernel EFAULT, or nothing to write
+            raise
 
     def _put_all(self, fd: int, data: memoryview, offset: int) -> None:
         done = 0
@@ -203,25 +207,29 @@ class BulkWriter:
                 raise OSError(errno.EIO, "the file system took no bytes")
             done += wrote
 
-    def _digest(self, offsets: list[int], view: memoryview, start: int) -> None:
+    def _digest(self, offsets: list[int], start: int, size: int, piece: memoryview) -> None:
         """Digest the chunks whose last bytes were just written; others wait for the block they reach into."""
-        end = start + len(view)
+        end = start + size
         number = bisect.bisect_right(offsets, start) - 1
         while number < len(self.table) and offsets[number] < end:
-            offset, size = self.table[number]
-            if offset >= start and offset + size <= end:
-                self._compare(number, view[offset - start : offset - start + size])
-            else:
+            offset, length = self.table[number]
+            last = offset >= start and offset + length <= end
+            if not last:
                 with self._lock:
                     self._missing[number] -= 1
                     last = self._missing[number] == 0
-                if last:
-                    self._compare(number, self._map(offset, size))
+            if last:
+                self._compare(number, piece)
             number += 1
 
-    def _compare(self, number: int, data: memoryview) -> None:
-        if xxhash.xxh3_128_digest(data) != self.digests[16 * number : 16 * number + 16]:
-            offset, size = self.table[number]
+    def _compare(self, number: int, piece: memoryview) -> None:
+        offset, size = self.table[number]
+        found = xxhash.xxh3_128()
+        for at in range(0, size, len(piece)):
+            part = piece[: min(len(piece), size - at)]
+            self._read(part, offset + at)
+            found.update(part)
+        if found.digest() != self.digests[16 * number : 16 * number + 16]:
             raise VerificationFailed(
                 f"{self.what}: chunk {number} of {len(self.table)} (bytes {offset} to {offset + size} of the image) "
                 "is not what its digest says; the slot has changed since it was sealed. The shard was not written."
