@@ -254,7 +254,7 @@ class NodeJob(NodeReports):
         """
         out = Out()
         table = self._table(rank)
-        slot = table.choose(self.history, self._view, fitting)
+        slot = self._choose(table, fitting)
         if self.token is None:
             return out.ready()
         if slot is None:

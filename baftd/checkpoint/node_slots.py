@@ -6,7 +6,7 @@ given to nobody else for as long as that process lives.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from baftd.checkpoint.facts import JobView, Ready, Record, ShardFacts, Writer
@@ -57,6 +57,7 @@ class NodeSlots:
         self._view: JobView | None = None
         self._away = False
         self._joined = False
+        self._holds = 0
         self._clients: dict[int, Client] = {}
         self._passed: dict[tuple[Token, int], int] = {}
 
@@ -97,6 +98,21 @@ class NodeSlots:
             for slot in table
             if slot.state is SlotState.FILLING and slot.writer is not None and slot.writer != DAEMON
         }
+
+    # ------------------------------------------------------------ while a restore is planned
+
+    def hold(self) -> None:
+        """A restore is being planned from what lies here: nothing is freed or overwritten until `release`.
+
+        Between the inventory and the epoch that pins what it chose, a step may be committed that supersedes the choice
+        (of a live predecessor, or of a sealed slot that a restarted daemon has just digested).
+        """
+        self._holds += 1
+
+    def release(self) -> Ready[NodeInstruction]:
+        """The end of a `hold`: what can be freed and granted is."""
+        self._holds -= 1
+        return self._settle(Out())
 
     # ------------------------------------------------------------ inside
 
@@ -162,7 +178,7 @@ class NodeSlots:
                 if slot.state is verified and slot.shard is not None and view is not None:
                     if not slot.dead and table.judge(slot.shard, slot, history, view).fate is Fate.FREE:
                         slot.dead = True
-                    if slot.dead and table.fate(slot, history, view) is Fate.FREE:
+                    if slot.dead and not self._holds and table.fate(slot, history, view) is Fate.FREE:
                         self._clear(rank, slot, out)
                 if slot.retired and slot.state is empty:
                     del table.slots[slot.index]
@@ -179,7 +195,7 @@ class NodeSlots:
         mine = [s for s in table if s.state is SlotState.FILLING and s.writer == client.writer]
         if any(slot.step is None for slot in mine):
             return
-        slot = table.choose(self.history, self._view)
+        slot = self._choose(table)
         if slot is not None and mine and slot.state is not SlotState.FREE:
             return
         if slot is not None:
@@ -192,6 +208,10 @@ class NodeSlots:
                 client.refused = reason
                 out.announce.append(RefuseGrant(rank, client.writer, client.token, reason))
 
+    def _choose(self, table: SlotTable, fitting: Collection[int] | None = None) -> Slot | None:
+        slot = table.choose(self.history, self._view, fitting)
+        return None if slot is not None and self._holds and slot.state is not SlotState.FREE else slot
+
     def _why_none(self, rank: int) -> str:
         table = self._table(rank)
         usable = [slot for slot in table if not slot.retired]
@@ -199,6 +219,7 @@ class NodeSlots:
             return f"rank {rank} has no slots on node {self.node}"
         whys = [f"slot {slot.index}: {table.why(slot, self.history, self._view)}" for slot in usable]
         away = "the coordinator is away; " if not self._online else ""
+        away += "a restore is being planned; " if self._holds else ""
         return f"{away}no slot of rank {rank} is free: {'; '.join(whys)}"
 
     def _grant(self, rank: int, slot: Slot, writer: Writer, token: Token, out: Out) -> None:

@@ -7,9 +7,10 @@ order. What goes to the coordinator is queued and sent by one task, so that repo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from baftd.checkpoint.facts import EpochFacts, JobView, Ready, Record, ShardFacts, Writer, checkpoint_from, is_lasting
@@ -126,6 +127,7 @@ class JobOnNode:
         """Rank -> what it has declared: survives the daemon in the journal."""
         self.persist: Callable[[StartPersist], None] = self._no_tier
         self.cancel_persist: Callable[[CancelPersist], None] = lambda order: None
+        self._catching_up: set[asyncio.Future[None]] = set()
         self.orphans: dict[Writer, Callable[[], None]] = {}
         """Processes that held a slot when the daemon started and have not come back -> how to stop watching them."""
         self.pinned = False
@@ -315,19 +317,41 @@ class JobOnNode:
             reply = ErrorReply(code="usage", message=order.reason, field=order.message)
         self.context.server.send(client.peer, reply)
 
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within, no slot of this job loses its content: a restore is planned from it."""
+        self.core.hold()
+        try:
+            yield
+        finally:
+            self.apply(self.core.release())
+
     async def caught_up(self) -> None:
         """Return when everything that was sealed so far is digested and reported."""
-        while self._digests:
-            await asyncio.wait(set(self._digests))
-        done = asyncio.get_running_loop().create_future()
+        if self._digests:
+            await asyncio.wait(set(self._digests))  # not those that begin meanwhile: a live process seals on and on
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def passed() -> None:
             if not done.done():
                 done.set_result(None)
 
+        if self.closed:
+            return
         self._outbox.append(passed)
         self._wake.set()
-        await done
+        self._catching_up.add(done)
+        try:
+            await done
+        finally:
+            self._catching_up.discard(done)
+
+    def _give_up_reports(self) -> None:
+        """Nothing queued will be sent now: nobody waits for it."""
+        self._outbox.clear()
+        for done in self._catching_up:
+            if not done.done():
+                done.set_result(None)
 
     async def _digest(self, order: Digest) -> None:
         try:
@@ -369,7 +393,7 @@ class JobOnNode:
                 try:
                     answer = await send()
                 except Unreachable as error:
-                    self._outbox.clear()
+                    self._give_up_reports()
                     self.log.warning("coordinator_away", why=str(error))
                     self.apply(self.core.away())
                     self._resend_later()
@@ -454,6 +478,7 @@ class JobOnNode:
             stop()
         self.orphans.clear()
         self._sender.cancel()
+        self._give_up_reports()
         if self._resend is not None:
             self._resend.cancel()
         self.files.close()

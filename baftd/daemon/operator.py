@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 from baftd.checkpoint.facts import Held
+from baftd.checkpoint.identity import Token
 from baftd.daemon.clients import Client, ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
@@ -67,11 +68,14 @@ class Operator:
             names = ", ".join(f"{client} on node {self._context.node}" for client in live[:8])
             if job.pace.advances(self._context.clock()):
                 raise TryAgain(f"job {job.name} is training: {names}.", hint="Stop it first, or fence it with --force.")
-        plan = await self._restorer.plan(job, world=None, step=message.step, at_most=message.at_most)
-        passed_over = plan.passed_over
-        if not message.dry_run and plan.checkpoint is not None:
-            incarnation = secrets.token_hex(16)
-            token, plan = await self._restorer.open(job, incarnation, plan.world, fresh=False, plan=plan)
+        token: Token | None = None
+        with job.held():
+            plan = await self._restorer.plan(job, world=None, step=message.step, at_most=message.at_most)
+            passed_over = plan.passed_over
+            if not message.dry_run and plan.checkpoint is not None:
+                incarnation = secrets.token_hex(16)
+                token, plan = await self._restorer.open(job, incarnation, plan.world, fresh=False, plan=plan)
+        if token is not None:
 
             def told(what: str, done: int, total: int) -> None:
                 progress = Progress(id=message.id, what=what, done=done, total=total)

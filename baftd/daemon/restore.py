@@ -114,6 +114,7 @@ class Restorer:
 
     async def inventories(self, job: JobOnNode) -> list[Inventory]:
         """What this node's slots and the durable tier hold. What they prove teaches the coordinator."""
+        await job.caught_up()  # what is sealed counts as soon as it is digested
         found = [job.core.inventory()]
         durable = await read_durable(self._context, job.name)
         if durable is not None:
@@ -145,6 +146,14 @@ class Restorer:
 
         Raises `NothingRestorable`, `EpochConflict`, `UsageError` for a start that has trained already.
         """
+        with job.held():  # until the epoch pins what the plan has chosen
+            token, chosen = await self._open(job, incarnation, world, fresh=fresh, plan=plan)
+        await self._open_durable(job, token)
+        return token, chosen
+
+    async def _open(
+        self, job: JobOnNode, incarnation: str, world: int, *, fresh: bool, plan: RestorePlan | None
+    ) -> tuple[Token, RestorePlan]:
         coordinator = self._context.coordinator
         history = await coordinator.history(job.name)
         head = history.head
@@ -163,7 +172,6 @@ class Restorer:
         token = view.token
         if token is None or token.incarnation != incarnation:
             raise UsageError(f"job {job.name}: another start has taken over.")
-        await self._open_durable(job, token)
         return token, chosen
 
     async def _open_durable(self, job: JobOnNode, token: Token) -> None:

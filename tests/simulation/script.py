@@ -6,6 +6,7 @@
     begin RANK STEP / seal RANK STEP            the halves of a snapshot
     die RANK | daemon NODE | power NODE         SIGKILL of a process; of a daemon (and restart); of a machine (and boot)
     hold NODE / release NODE                    messages of a node to the coordinator wait / arrive, in order
+    plan                                        the first half of the next start: holds are taken, the plan is made
     away / wipe / back                          the coordinator stops; loses all; comes back
     restore [step=K] [at_most=K]                `baftd restore`: an epoch of the operator's own
     persist                                     durable writes that were asked for complete
@@ -77,6 +78,7 @@ class Script:
         self.store = next_incarnation(None, 0)
         self.core: JobCoordinator | None = None
         self.token: Token | None = None
+        self.planned: RestorePlan | None = None
         self.lines: dict[tuple[Token, int], int] = {}
         self.line = 0
         self.pids = 100
@@ -168,12 +170,24 @@ class Script:
         for method, *args in self.held.pop(name):
             self.queue.append((self._coordinator, (method, *args)))
 
+    def do_plan(self) -> None:
+        """What the next start goes on from; between here and there anything may happen."""
+        assert self.core is not None
+        for core in self.cores.values():
+            core.hold()
+        self.planned = self.core.plan(self._inventories(), world=len(self.ranks))
+
     def do_start(self, fresh: str = "") -> None:
         """Start all ranks: plan, open, load, declare."""
         assert self.core is not None
         self._deliver()
-        plan = self.core.plan(self._inventories(), world=len(self.ranks), fresh=bool(fresh))
+        planned, self.planned = self.planned, None
+        plan = planned or self.core.plan(self._inventories(), world=len(self.ranks), fresh=bool(fresh))
         self._open(plan)
+        if planned is not None:
+            self._deliver()
+            for name, core in self.cores.items():
+                self._node(name, core.release())
         for rank in self.ranks.values():
             self._load(rank, plan)
         self._deliver()
