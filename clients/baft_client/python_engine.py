@@ -191,6 +191,9 @@ class PythonEngine:
             self._digests = []
             self._held = False
             mine.users += bool(mine.chunks)
+            if self._hooks.hold and self._control is not None:
+                self._publish(self.state)
+                self._control.set("copies", self._control.get("copies") + 1)
             self._changed.notify_all()
 
     def open(self) -> None:

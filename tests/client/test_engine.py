@@ -480,6 +480,14 @@ def test_hold_stops_before_every_chunk(tmp_path: Path, name: Name) -> None:
                 seen.set("hold_at", chunk + 1)
         soon(lambda: rig.engine.state == EngineState.DONE, "the end")
         rig.check()
+        rig.control.set("hold_at", 0)
+        assert rig.control.get("copies") == 1
+        rig.start(rig.table([noise(n, n) for n in sizes]))
+        assert rig.control.get("copies") == 2, "whoever waits for the next copy would wait for ever"
+        assert rig.control.get("chunks_done") == 0, "of the copy before"
+        rig.control.set("hold_at", 4)
+        assert rig.engine.flush(20.0)
+        rig.check()
     finally:
         rig.close()
 

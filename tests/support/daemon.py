@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from baftd.settings import Settings
     from baftd.wire.client import Connection
     from baftd.wire.messages import Reply, Request, StatusReply
+    from tests.support.zygote import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 """Of the repository."""
@@ -133,7 +134,7 @@ class Daemon:
         """`settings`: settings of this daemon by name, as text, for example `durable_dir=str(dirs.durable)`."""
         self.dirs = dirs
         self.more = dict(settings)
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | Forked | None = None
         self.starts = 0
         dirs.daemons.append(self)
 

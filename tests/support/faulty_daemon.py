@@ -11,13 +11,16 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from baftd.memory.journal import FileOps
 from baftd.storage.files import OsFiles
 from tests.support.daemon import ROOT, Daemon, RunDirs
+
+if TYPE_CHECKING:
+    from tests.support.zygote import Zygote
 
 JOURNAL_OPS = ("write", "truncate", "fsync", "rename", "sync_directory")
 STORAGE_OPS = (
@@ -88,10 +91,12 @@ def main() -> None:
 class FaultyDaemon(Daemon):
     """A daemon whose first start ends at a file operation; later starts are ordinary ones."""
 
-    def __init__(self, dirs: RunDirs, at: str, **settings: str) -> None:
-        """`at`: "journal:N:MODE" or "storage:N:MODE", MODE before, after or torn; N -1: never (only written down)."""
+    def __init__(self, dirs: RunDirs, at: str, *, zygote: Zygote | None = None, **settings: str) -> None:
+        """`at`: "journal:N:MODE" or "storage:N:MODE", MODE before, after or torn; N -1: never (only written down).
+        With `zygote` both processes are forked there."""
         super().__init__(dirs, **settings)
         self.at = at
+        self.zygote = zygote
         self.died = threading.Event()
         """Set once the faulty process is gone."""
         self.may_start = threading.Event()
@@ -104,17 +109,43 @@ class FaultyDaemon(Daemon):
     def spawn_faulty(self) -> None:
         """Start the process that will end by itself; an ordinary daemon takes its place at once."""
         self.starts += 1
-        with (self.dirs.base / f"daemon-{id(self):x}-{self.starts}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", "from tests.support.faulty_daemon import main; main()"],
-                env={**self.environ(), "FAULT_AT": self.at, "FAULT_LOG": str(self.operations)},
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
+        env = {**self.environ(), "FAULT_AT": self.at, "FAULT_LOG": str(self.operations)}
+        with self._log_file() as log:
+            if self.zygote is not None:
+                self.process = self.zygote.start(
+                    "tests.support.faulty_daemon", env=env, cwd=ROOT, stdout=log, stderr=log
+                )
+            else:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", "from tests.support.faulty_daemon import main; main()"],
+                    env=env,
+                    cwd=ROOT,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        self._watcher = threading.Thread(target=self._replace, name="faulty-daemon")
+        self._watcher.start()
+
+    def spawn(self, *, env: Mapping[str, str] | None = None) -> Daemon:
+        """Start the ordinary daemon and do not wait for it to answer."""
+        if self.zygote is None:
+            return super().spawn(env=env)
+        assert not self.running, "the daemon runs already"
+        self.starts += 1
+        with self._log_file() as log:
+            self.process = self.zygote.start(
+                "baftd.cli.main",
+                ["start", "--foreground"],
+                env={**self.environ(), **(env or {})},
+                cwd=self.dirs.base,
                 stdout=log,
                 stderr=log,
             )
-        self._watcher = threading.Thread(target=self._replace, name="faulty-daemon")
-        self._watcher.start()
+        return self
+
+    def _log_file(self) -> IO[bytes]:
+        return (self.dirs.base / f"daemon-{id(self):x}-{self.starts}.log").open("ab")
 
     def _replace(self) -> None:
         while not self._over.is_set():

@@ -16,12 +16,15 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tests.support.daemon import ROOT, RunDirs
+
+if TYPE_CHECKING:
+    from tests.support.zygote import Forked, Zygote
 
 ARRAYS = 4
 ELEMENTS = 6000
@@ -132,8 +135,10 @@ def hold_then_die(checkpointer: Any, chunk: int) -> None:
     page.set("hold_at", chunk)
     copies = page.get("copies")
     checkpointer.step()
-    deadline = time.monotonic() + 10
-    while (page.get("copies") == copies or page.get("chunks_done") != chunk) and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while page.get("copies") == copies or page.get("chunks_done") != chunk:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the copy did not stop before chunk {chunk}: {page.read()}")
         time.sleep(0.0005)
     say("dying", chunks=page.get("chunks_done"))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -173,10 +178,11 @@ class TrainerProcess:
         arrays: int = ARRAYS,
         elements: int = ELEMENTS,
         environ: dict[str, str] | None = None,
+        zygote: Zygote | None = None,
         **options: Any,
     ) -> None:
         """`options`: kill={"step": k, "chunk": c}, settle, pause, wait_at, fork_worker, engine, strict, fresh,
-        takeover: see `main`."""
+        takeover: see `main`. With `zygote` the process is forked there."""
         self.job, self.rank = job, rank
         self.events: list[dict[str, Any]] = []
         self._waits = False
@@ -187,14 +193,26 @@ class TrainerProcess:
             env.update({"RANK": str(rank), "WORLD_SIZE": str(world), "BAFTD_INCARNATION": incarnation})
         arguments = json.dumps({"steps": steps, "job": job, "arrays": arrays, "elements": elements, **options})
         self._log = Path(dirs.base, f"trainer-{rank}-{id(self):x}.log").open("ab")  # noqa: SIM115 - closed in close()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", "from tests.support.numpy_trainer import main; main()", arguments],
-            env=env,
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        self.process: subprocess.Popen[bytes] | Forked
+        if zygote is not None:
+            self.process = zygote.start(
+                "tests.support.numpy_trainer",
+                [arguments],
+                env=env,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
+        else:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", "from tests.support.numpy_trainer import main; main()", arguments],
+                env=env,
+                cwd=ROOT,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+            )
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,), name="trainer-output")
         self._reader.start()
