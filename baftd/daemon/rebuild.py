@@ -8,6 +8,7 @@ the slots' headers still say which epochs there were.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,13 +16,13 @@ from pathlib import Path
 from baftd.checkpoint.facts import EpochFacts, Record, Writer
 from baftd.checkpoint.history import History
 from baftd.checkpoint.node import NodeJob
-from baftd.checkpoint.slots import HeaderFacts, rebuild_table
+from baftd.checkpoint.slots import HeaderFacts, SlotState, rebuild_table
 from baftd.daemon.clients import ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
 from baftd.daemon.restore import read_durable
 from baftd.daemon.slot_files import SlotFiles
-from baftd.errors import BaftError
+from baftd.errors import BaftError, FormatError
 from baftd.memory.journal import Journal
 from baftd.memory.manifest import NodeManifest
 from baftd.memory.processes import ProcessHandle, lock_holder
@@ -70,6 +71,7 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
             log.warning(
                 "slot_damaged", rank=rank, slot=slot, why="its header cannot be read; its content counts for nothing"
             )
+            _mend(job, rank, slot)
     job.apply(ready)
     joined = await context.coordinator.join(name, core.inventory())
     job.apply(core.joined(joined.view))
@@ -80,6 +82,15 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
         held = sum(1 for table in core.tables.values() for _ in table.contents())
         log.info("taken_up", slots=len(headers), verified=held, epoch=history.epoch, highest=history.highest_step)
     return job
+
+
+def _mend(job: JobOnNode, rank: int, slot: int) -> None:
+    """Give a slot with a damaged header one that can be filled again. One that somebody may be filling is mended when
+    that has ended."""
+    held = job.core.tables[rank].slots[slot]
+    if held.state is SlotState.FREE:
+        with contextlib.suppress(FormatError, OSError):  # it is no slot at all: declaring makes another
+            job.files.free(rank, slot, held.generation)
 
 
 def _open_manifest(context: Context, name: str) -> NodeManifest | None:

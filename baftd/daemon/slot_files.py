@@ -118,7 +118,7 @@ class SlotFiles:
 
     def free(self, rank: int, slot: int, generation: int) -> None:
         """Write FREE into the header."""
-        self.get(rank, slot).set_state(SlotState.FREE, generation)
+        self.get(rank, slot).free(generation)
 
     def mark_verified(self, rank: int, slot: int, shard: ShardFacts) -> None:
         """Write VERIFIED into the header, with the digest if it has none yet."""

@@ -214,6 +214,10 @@ class SlotFile:
         """Change the state word alone."""
         _write(self.fd, pack_state(state, generation), STATE_OFFSET)
 
+    def free(self, generation: int) -> None:
+        """Mark the slot FREE. The magic is written as well, which filling it never does: a damaged one is mended."""
+        _write(self.fd, MAGIC + pack_state(SlotState.FREE, generation), 0)
+
     # ------------------------------------------------------------------------------------ memory
 
     def prefault(

@@ -173,3 +173,32 @@ def test_garbage_in_the_arena_is_left_alone_and_named(run_dirs: RunDirs, daemon:
     assert resume_and_finish(run_dirs) == 3
     assert (directory / "notes.txt").read_text() == "not ours"
     assert sorted(path.name for path in directory.iterdir()) == ["notes.txt"]
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["before a start", "under a running daemon"])
+@pytest.mark.parametrize("where", [0, 8, 16, 200], ids=["magic", "state", "checksum", "fields"])
+def test_a_slot_with_a_damaged_header_is_used_again(run_dirs: RunDirs, where: int, running: bool) -> None:
+    """All slots: a header that stayed damaged would refuse every snapshot from then on, and training would not know."""
+    with Daemon(run_dirs) as daemon:
+        with TrainerProcess(run_dirs, steps=12, wait_at=6, settle=False, pause=0.1) as trainer:
+            trainer.wait_for("waiting")
+            if not running:
+                trainer.kill()
+                daemon.terminate()
+            slots = sorted(run_dirs.shm.rglob("*.slot-*"))
+            assert len(slots) == 3
+            for slot in slots:
+                with slot.open("r+b") as file:
+                    file.seek(where)
+                    file.write(b"\xa7" * 40)
+            if running:
+                trainer.go_on()
+                assert trainer.wait() == 0, trainer.events
+        if not running:
+            daemon.start()
+            with TrainerProcess(run_dirs, steps=12, fresh=True, settle=False, pause=0.1) as trainer:
+                assert trainer.wait() == 0, trainer.events
+        finished = trainer.last("finished")
+        assert finished is not None
+        assert finished["counters"]["committed_memory"] >= 11
+        assert daemon.status().counters["internal_errors"] == 0
