@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGSTOP
 from subprocess import TimeoutExpired
 
 import pytest
@@ -164,6 +165,33 @@ def test_trainer_dies_and_its_workers_live_on(run_dirs: RunDirs, daemon: Daemon,
 
 
 # ---------------------------------------------------------------------------------------------- the daemon
+
+
+def test_a_start_waits_for_what_the_last_daemon_left_to_be_digested(run_dirs: RunDirs, zygote: Zygote) -> None:
+    """Both died between a seal and its digest: what was sealed is all there is, and it counts."""
+    settings = {"durable_dir": str(run_dirs.durable), "durable_every": "1000000 steps"}
+    with Daemon(run_dirs, **settings) as first:
+        with TrainerProcess(run_dirs, steps=STEPS, settle=False, wait_at=1, kill={"step": 2}, zygote=zygote) as trainer:
+            trainer.wait_for("waiting", PATIENCE)
+            first.process.send_signal(SIGSTOP)  # type: ignore[union-attr]
+            trainer.go_on()
+            assert trainer.wait(PATIENCE) == -9, trainer.events
+        first.kill()
+    second = FaultyDaemon(run_dirs, "journal:-1:before", zygote=zygote, **settings)
+    second.spawn_faulty(slow_digests=1.0)
+    restore_and_finish(run_dirs, 1, "a sealed step was being digested", zygote)
+    nothing_is_left(run_dirs, "a sealed step was being digested")
+
+
+def test_sampled_points_are_spread_over_the_whole_matrix() -> None:
+    every = every_point("journal", ["write 1", "fsync 1"] * 50)
+    assert len(every) == 250
+    assert len(set(every)) == 250
+    drawn = sample(every, 25, "0")
+    assert [every.index(point) // 10 for point in drawn] == list(range(25))
+    assert sample(every, 25, "0") == drawn
+    assert sample(every, 25, "1") != drawn
+    assert sample(every[:3], 25, "0") == every[:3]
 
 
 def faulty_daemon(made: list[RunDirs], at: str, zygote: Zygote) -> FaultyDaemon:

@@ -6,6 +6,7 @@ that count, and that end the process with SIGKILL when the count is reached.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -69,10 +70,23 @@ def wrap(ops: object, names: tuple[str, ...], trigger: Trigger) -> None:
         setattr(ops, name, through)
 
 
+def slow_down(workers: Any, seconds: float) -> None:
+    """Let digests that nobody waits for take that much longer."""
+    real = workers.background
+
+    async def background(self: object, work: Callable[..., Any], *args: Any) -> Any:
+        await asyncio.sleep(seconds)
+        return await real(self, work, *args)
+
+    if seconds:
+        workers.background = background
+
+
 def main() -> None:
     """The script."""
     from baftd import telemetry
     from baftd.daemon.service import Seams, run_daemon
+    from baftd.daemon.workers import Workers
     from baftd.settings import load_settings
 
     telemetry.configure(level="debug")
@@ -85,6 +99,7 @@ def main() -> None:
         wrap(journal, JOURNAL_OPS, trigger)
     else:
         wrap(storage, STORAGE_OPS, trigger)
+    slow_down(Workers, float(os.environ.get("FAULT_SLOW_DIGESTS", "0")))
     run_daemon(load_settings(files=()), Seams(journal_ops=journal, storage_ops=storage))
 
 
@@ -106,10 +121,14 @@ class FaultyDaemon(Daemon):
         self._watcher: threading.Thread | None = None
         self.operations = Path(dirs.base, "operations")
 
-    def spawn_faulty(self) -> None:
-        """Start the process that will end by itself; an ordinary daemon takes its place at once."""
+    def spawn_faulty(self, *, slow_digests: float = 0.0) -> None:
+        """Start the process that will end by itself; an ordinary daemon takes its place at once.
+
+        `slow_digests`: seconds that each digest in the background takes longer.
+        """
         self.starts += 1
         env = {**self.environ(), "FAULT_AT": self.at, "FAULT_LOG": str(self.operations)}
+        env["FAULT_SLOW_DIGESTS"] = str(slow_digests)
         with self._log_file() as log:
             if self.zygote is not None:
                 self.process = self.zygote.start(
