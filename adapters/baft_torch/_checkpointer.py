@@ -131,13 +131,13 @@ class Checkpointer:
 
         Raises UsageError without a durable tier, Degraded where the step was skipped, Unreachable without a daemon.
         """
-        self._force()
+        self._force(timeout)
         return self._session.save(durable=durable, timeout=timeout).path
 
     def finish(self, timeout: float | None = None) -> None:
         """The job is done: make its last step durable, where there is a durable tier, and then free the slots."""
         if self._step is not None:
-            self._force()
+            self._force(timeout)
             self._session.finish(timeout)
 
     def close(self) -> None:
@@ -271,9 +271,10 @@ class Checkpointer:
                 "code that changes weights",
             )
 
-    def _force(self) -> None:
+    def _force(self, timeout: float | None) -> None:
         """Make sure that the state of the last boundary is sealed, whatever the cadence."""
         if self._since_resume and not self._session.taken(self.steps):
+            self._session.reach(timeout)
             self._boundary(force=True)
         self._fence_quietly()
         self._raise_pending()

@@ -227,17 +227,18 @@ class ArrayCheckpointer:
 
     def save(self, *, timeout: float | None = None) -> Saved:
         """Make the present step durable now (all ranks at the same step). Errors as `Session.save`."""
-        self._take_last()
+        self._take_last(timeout)
         return self.session.save(timeout=timeout)
 
     def finish(self, timeout: float | None = None) -> Saved | None:
         """Training is complete: the last step is made durable, where there is a durable tier, and the slots go."""
-        self._take_last()
+        self._take_last(timeout)
         return self.session.finish(timeout)
 
-    def _take_last(self) -> None:
-        """Take now what the cadence left out or what found no slot: all ranks come here at the same step."""
+    def _take_last(self, timeout: float | None) -> None:
+        """Take now what the cadence left out or what found no slot or daemon: all ranks come here at the same step."""
         if self._step and not self._changed and not self.session.taken(self._step):
+            self.session.reach(timeout)
             self._boundary(force=True)
 
     def close(self) -> None:

@@ -298,6 +298,18 @@ class Session:
         self._counters.held_seconds += self._clock() - began
         return outcome
 
+    def reach(self, timeout: float | None = None) -> None:
+        """Before a forced boundary: wait for a daemon that is away, at most `timeout` seconds and `connect_timeout`.
+
+        `save` and `finish` wait for it anyway, and could then keep only what was taken before.
+        """
+        if self._phase != "training" or self.fenced or self._standing.token is None:
+            return
+        if self._link.state is not LinkState.UP:
+            self._log.warning("waiting", phase="the daemon is away", step=self._step, why=self._link.last_error)
+            wait = self.settings.connect_timeout
+            self._link.wait_up(wait if timeout is None else min(wait, timeout))
+
     def _begin(
         self,
         step: int,
@@ -550,7 +562,12 @@ class Session:
             if self.strict:
                 raise
             return None
-        self._log.info("finished", step=saved.step, tier=saved.tier, path=saved.path, note=saved.note)
+        # A note says why less was done than asked for: the last step is in memory only.
+        say = self._log.warning if saved.note else self._log.info
+        if saved.step < self._step:
+            say = self._log.warning
+            saved.note = saved.note or f"step {self._step} has no snapshot: what was trained since is not kept"
+        say("finished", step=saved.step, tier=saved.tier, path=saved.path, note=saved.note)
         self._end()
         self._skips.raise_pending()
         return saved
