@@ -29,7 +29,7 @@ STEPS = 5
 """Of the run that is interrupted; durable at steps 2 and 4."""
 PAUSE = {"journal": 0.0, "storage": 0.15}
 """Seconds a step takes: durable writes of both steps shall fit into the run."""
-SAMPLED = {"journal": 30, "storage": 15}
+SAMPLED = {"journal": 14, "storage": 8}
 """Points of a matrix that run without `--full`."""
 PATIENCE = 120.0
 """Seconds for what takes one on a quiet machine: a busy one shall not fail the matrix."""
@@ -65,9 +65,8 @@ def nothing_is_left(dirs: RunDirs, point: str) -> None:
     wait_until(lambda: not left_on_disk(dirs), lambda: f"{point}: still there: {left_on_disk(dirs)}", timeout=PATIENCE)
 
 
-def restore_and_finish(dirs: RunDirs, committed: int, point: str, zygote: Zygote) -> None:
+def restore_and_finish(dirs: RunDirs, committed: int, point: str, zygote: Zygote, *, steps: int = STEPS + 2) -> None:
     """Start the job again, compare what it restores, and let it finish."""
-    steps = STEPS + 2
     with TrainerProcess(dirs, steps=steps, zygote=zygote) as trainer:
         assert trainer.wait(PATIENCE) == 0, f"{point}: {trainer.events}"
         resumed, finished = trainer.last("resumed"), trainer.last("finished")
@@ -202,12 +201,27 @@ def faulty_daemon(made: list[RunDirs], at: str, zygote: Zygote) -> FaultyDaemon:
     return FaultyDaemon(dirs, at, zygote=zygote)
 
 
-def operations(made: list[RunDirs], kind: str, zygote: Zygote) -> list[str]:
+def first_run(dirs: RunDirs, kind: str, zygote: Zygote) -> int:
+    """A run that ends with the death of both, nothing torn; the newest step that its trainer saw committed."""
+    daemon = FaultyDaemon(dirs, f"{kind}:-1:before", zygote=zygote)
+    daemon.spawn_faulty()
+    with TrainerProcess(dirs, steps=STEPS, wait_at="end", zygote=zygote) as trainer:
+        trainer.wait_for("waiting", PATIENCE)
+        trainer.kill()
+        daemon.stop_watching()
+        daemon.kill()
+        daemon.operations.unlink()
+        return trainer.committed
+
+
+def operations(made: list[RunDirs], kind: str, zygote: Zygote, *, again: bool) -> list[str]:
     """What a run without a fault does to its files of that kind."""
     daemon = faulty_daemon(made, f"{kind}:-1:before", zygote)
     dirs = daemon.dirs
+    begin = first_run(dirs, kind, zygote) if again else 0
     daemon.spawn_faulty()
-    with TrainerProcess(dirs, steps=STEPS, wait_at="end", pause=PAUSE[kind], zygote=zygote) as trainer:
+    steps = begin + STEPS if again else STEPS
+    with TrainerProcess(dirs, steps=steps, wait_at="end", pause=PAUSE[kind], zygote=zygote) as trainer:
         trainer.wait_for("waiting", PATIENCE)
         wait_until(lambda: len(list(dirs.durable.rglob("MANIFEST"))) >= 2, "two durable checkpoints", timeout=PATIENCE)
         trainer.kill()
@@ -217,15 +231,17 @@ def operations(made: list[RunDirs], kind: str, zygote: Zygote) -> list[str]:
     return found
 
 
-def kill_daemon_at(made: list[RunDirs], at: str, *, trainer_too: bool, zygote: Zygote) -> bool:
-    """One point: False when it was not reached."""
+def kill_daemon_at(made: list[RunDirs], at: str, *, trainer_too: bool, zygote: Zygote, again: bool = False) -> bool:
+    """One point: False when it was not reached. `again`: of the second start of a job, which restores."""
     daemon = faulty_daemon(made, at, zygote)
     dirs = daemon.dirs
+    kind = at.split(":")[0]
+    begin = first_run(dirs, kind, zygote) if again else 0
     if trainer_too:
         daemon.may_start.clear()
     daemon.spawn_faulty()
-    pause = PAUSE[at.split(":")[0]]
-    with TrainerProcess(dirs, steps=STEPS, wait_at="end", pause=pause, zygote=zygote) as trainer:
+    steps = begin + STEPS if again else STEPS
+    with TrainerProcess(dirs, steps=steps, wait_at="end", pause=PAUSE[kind], zygote=zygote) as trainer:
         # The last step is sealed by the trainer's end only; the daemon may also die while it starts.
         over = (
             (lambda: daemon.died.is_set() or trainer.finished_waiting)
@@ -233,10 +249,11 @@ def kill_daemon_at(made: list[RunDirs], at: str, *, trainer_too: bool, zygote: Z
             else (lambda: trainer.finished_waiting)
         )
         wait_until(over, lambda: f"{at}: neither died nor done: {trainer.events}", timeout=PATIENCE)
+        assert trainer.last("failed") is None, f"{at}: {trainer.events}"
         trainer.kill()
-        committed = trainer.committed
+        committed = max(begin, trainer.committed)
     daemon.may_start.set()
-    restore_and_finish(dirs, committed, at, zygote)
+    restore_and_finish(dirs, committed, at, zygote, steps=steps + 2)
     nothing_is_left(dirs, at)
     reached = daemon.died.is_set()
     clean_up(dirs, made)
@@ -246,20 +263,22 @@ def kill_daemon_at(made: list[RunDirs], at: str, *, trainer_too: bool, zygote: Z
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("both", [False, True], ids=["daemon", "both"])
 @pytest.mark.parametrize("kind", ["journal", "storage"])
+@pytest.mark.parametrize("again", [False, True], ids=["first", "second"])
 def test_daemon_dies_at_every_file_operation(
-    fresh_dirs: list[RunDirs], zygote: Zygote, kind: str, both: bool, full: bool
+    fresh_dirs: list[RunDirs], zygote: Zygote, kind: str, both: bool, again: bool, full: bool
 ) -> None:
-    found = operations(fresh_dirs, kind, zygote)
+    """Of the first start of a job, and of its second, which restores."""
+    found = operations(fresh_dirs, kind, zygote, again=again)
     assert len(found) > 20, found
     every = every_point(kind, found)
-    points = every if full else sample(every, SAMPLED[kind], f"{SEED} {kind} {both}")
+    points = every if full else sample(every, SAMPLED[kind], f"{SEED} {kind} {both} {again}")
     alone = os.environ.get("FAULT_POINT", "")
     if alone:
         points = [alone] if alone.startswith(f"{kind}:") else []
     reached, failed = 0, list[str]()
     for point in points:
         try:
-            reached += kill_daemon_at(fresh_dirs, point, trainer_too=both, zygote=zygote)
+            reached += kill_daemon_at(fresh_dirs, point, trainer_too=both, zygote=zygote, again=again)
         except (AssertionError, TimeoutExpired) as error:
             dirs = fresh_dirs[-1]
             logs = "\n".join(f"--- {title}\n{text[-6000:]}" for title, text in dirs.logs())

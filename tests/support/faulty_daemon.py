@@ -176,10 +176,14 @@ class FaultyDaemon(Daemon):
                 return
             self._over.wait(0.01)
 
-    def close(self) -> None:
-        """Stop watching, then end the process."""
+    def stop_watching(self) -> None:
+        """From now on no ordinary daemon takes the place of a dead one."""
         self._over.set()
         self.may_start.set()
         if self._watcher is not None:
             self._watcher.join(60)
+
+    def close(self) -> None:
+        """Stop watching, then end the process."""
+        self.stop_watching()
         super().close()
