@@ -353,6 +353,7 @@ class IoThread:
         self._poller.register(self._monitor, zmq.POLLIN)
         self._heard_at = self._pinged_at = self._clock()
         self.state = LinkState.GREETING
+        self.last_error = "it does not answer"
         hello = self._handler.make_hello()
         hello.id = self._hello_id = self._next_id
         self._next_id += 1

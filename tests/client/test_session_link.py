@@ -169,6 +169,18 @@ def test_it_connects_when_there_is_a_daemon_and_stays_quiet_while_there_is_none(
     assert len([told for told in listener.told if str(told).startswith("away")]) == 3
 
 
+def test_a_daemon_that_accepts_and_says_nothing_is_named_as_such(path: Path, link: IoThread) -> None:
+    import zmq
+
+    path.parent.mkdir(mode=0o700)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as mute:
+        mute.linger = 0
+        mute.bind(f"ipc://{path}")
+        wait_for(lambda: link.state is LinkState.GREETING)
+        assert not link.wait_up(0.3)
+        assert "(it does not answer)" in str(link.unreachable("no answer"))
+
+
 def test_a_dead_socket_is_tried_again(peer: Peer, path: Path, link: IoThread) -> None:
     import socket
 
