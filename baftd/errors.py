@@ -138,9 +138,16 @@ class Degraded(BaftError):
 
 
 class NoRoom(Degraded):
-    """Not enough shared memory or disk; the message holds the sum and says what to change."""
+    """Not enough shared memory or disk; the message holds the sum and says what to change.
+
+    `missing`: bytes that would have to become free; 0 where that is not known.
+    """
 
     code = "no_room"
+
+    def __init__(self, message: str, *, hint: str = "", missing: int = 0) -> None:
+        super().__init__(message, hint=hint)
+        self.missing = missing
 
 
 class Unreachable(BaftError):

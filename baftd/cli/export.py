@@ -45,7 +45,7 @@ def run_export(arguments: argparse.Namespace, settings: Settings) -> int:
                 "job": arguments.job,
                 "epoch": checkpoint.epoch,
                 "step": checkpoint.step,
-                "format": arguments.format,
+                "format": arguments.format or "safetensors",
                 "files": [str(path) for path in result.files],
                 "tensors": result.tensors,
                 "bytes": result.nbytes,

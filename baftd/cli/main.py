@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
     """Mistakes in the arguments look like all other errors."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"baftd: {message}. `{self.prog} --help` shows what it takes.\n")
+        self.exit(2, f"baftd: {message.removesuffix('.')}. `{self.prog} --help` shows what it takes.\n")
 
 
 def build_parser(verb: str | None = None) -> argparse.ArgumentParser:

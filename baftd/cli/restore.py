@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan and change nothing")
     parser.add_argument("--force", action="store_true", help="also fence processes of the job that are still alive")
     parser.add_argument("--to", metavar="DIR", help="write the checkpoint's tensors into this new directory instead")
-    parser.add_argument("--format", choices=["safetensors"], default="safetensors", help="of the files in DIR")
+    parser.add_argument("--format", choices=["safetensors"], help="of the files in DIR [safetensors]")
     add_json(parser)
     add_settings(parser, ["run_dir", "durable_dir"])
 
@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         from baftd.cli.export import run_export
 
         return run_export(arguments, settings)
+    if arguments.format is not None:
+        raise UsageError("--format belongs to --to.", hint="Name the new directory for the files with --to DIR.")
     if arguments.epoch is not None:
         raise UsageError("--epoch belongs to --to: a restore plan follows the job's own line of epochs.")
     progress = ProgressLine(silent=arguments.json)

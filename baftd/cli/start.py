@@ -155,6 +155,7 @@ def _spawn(settings: Settings, flags: list[str], wait: float) -> int:
             say(f"baftd runs on {status.node} (pid {status.pid}); log {log}, socket {settings.socket}.")
             durable = f"in {status.durable_dir}" if status.durable_dir else "off"
             say(f"Slots in {status.shm_dir}, durable tier {durable}.")
+            _warn_of_durable(settings)
             process.returncode = 0  # it lives on: nobody is to wait for it, and no warning is due
             return 0
         if process.poll() is not None:
@@ -172,6 +173,15 @@ def _spawn(settings: Settings, flags: list[str], wait: float) -> int:
                 hint=f"See {log}; `baftd status` tells when it is ready.",
             )
         time.sleep(0.03)
+
+
+def _warn_of_durable(settings: Settings) -> None:
+    """A durable directory that cannot be used now stops nothing, but nobody should find out at the first crash."""
+    from baftd.cli.checks import check_durable
+
+    found = check_durable(settings.durable_dir)
+    if found.state == "fail":
+        complain(f"{found.name}: {found.text}. {found.advice} Checkpoints stay in memory until then.")
 
 
 def _open_log(settings: Settings, log: Path) -> int:

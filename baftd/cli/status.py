@@ -90,6 +90,8 @@ def _print_job(job: JobStatus) -> None:
         say(f"  training threads held {job.held_ms_median:.2f} ms a snapshot (median)")
     if job.last_skip:
         say(f"  last skip: {job.last_skip}")
+    if job.durable_failure:
+        say(f"  not durable: {job.durable_failure}")
     if job.clients:
         print_table(
             ["  rank", "pid", "state", "step", "slots"],

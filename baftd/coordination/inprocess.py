@@ -109,7 +109,8 @@ class InProcessCoordinator:
 
     async def jobs(self) -> Sequence[str]:
         """Jobs that have a history here."""
-        found = set(self._jobs)
+        # A name that was only asked about is no job: what was mistyped once would count as known from then on.
+        found = {name for name, job in self._jobs.items() if job.log is not None or job.unsaved}
         for name in await asyncio.to_thread(self._files.directories, self._state_dir):
             with contextlib.suppress(JobNameError):
                 found.add(check_job_name(name))

@@ -69,8 +69,8 @@ class Housekeeping:
         return Claim.FINISHED if job.view is not None and job.view.finished else Claim.UNFINISHED
 
     async def sweep(self, need: int = 0) -> list[Swept]:
-        """Remove slots of finished jobs and of those past their retention; more, oldest first, while `need` bytes are
-        not free."""
+        """Remove slots of finished jobs and of those past their retention; more, oldest first, until `need` bytes
+        have become free, if they can be had at all."""
         coordinator = self._context.coordinator
         for name in self._context.root.jobs():
             if name not in self._jobs and (await coordinator.view(name)).finished:

@@ -148,6 +148,7 @@ class Inspector:
             clients=statuses,
             counters=job.counters.as_dict(),
             last_skip=job.training.last_skip,
+            durable_failure=self._durable.last_failure.get(job.name, "")[:4000] if self._durable is not None else "",
             held_ms_median=statistics.median(held) if held else 0.0,
             slot_bytes=job.files.usage(),
         )

@@ -72,7 +72,12 @@ class Operator:
         with job.held():
             plan = await self._restorer.plan(job, world=None, step=message.step, at_most=message.at_most)
             passed_over = plan.passed_over
-            if not message.dry_run and plan.checkpoint is not None:
+            if plan.checkpoint is None:
+                raise NothingRestorable(
+                    f"no step of job {job.name} is committed yet: there is nothing to restore.",
+                    hint="Start it as always: it begins at step 0.",
+                )
+            if not message.dry_run:
                 incarnation = secrets.token_hex(16)
                 token, plan = await self._restorer.open(job, incarnation, plan.world, fresh=False, plan=plan)
         if token is not None:

@@ -114,9 +114,10 @@ class Trainer:
             taken = job.granted_to_others(job.writer_of(client), client.rank)
             try:
                 slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
-            except NoRoom:
+            except NoRoom as short:
                 make_room = self._context.make_room
-                if make_room is None or not await make_room(self._count() * file_size(layout.capacity)):
+                need = short.missing or self._count() * file_size(layout.capacity)
+                if make_room is None or not await make_room(need):
                     raise
                 slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime

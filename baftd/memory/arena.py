@@ -273,7 +273,8 @@ def sweep(
 
     A job whose lock a living process holds stays, whatever `claim` says. Finished jobs go; unfinished ones `retention`
     seconds after the last change (`now`: wall clock of this node, seconds), and before that, oldest first, as long as
-    `need` bytes have not become free. Raises UsageError if the arena's directory cannot be trusted.
+    `need` bytes have not become free: none of them where all together would not be enough. Raises UsageError if the
+    arena's directory cannot be trusted.
     """
     if not root.check():
         return []
@@ -292,6 +293,8 @@ def sweep(
         else:
             waiting.append((-age, arena))
     freed = sum(swept.bytes for swept in removed)
+    if freed + sum(arena.usage() for _, arena in waiting) < need:
+        return removed  # what is lost would have been lost for nothing
     for negative_age, arena in sorted(waiting, key=lambda pair: (pair[0], pair[1].job)):
         if freed >= need:
             break

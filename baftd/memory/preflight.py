@@ -105,6 +105,7 @@ def check(
         raise NoRoom(
             f"not enough shared memory: {need}, but {what}.",
             hint=f"{advice} Or: fewer slots, a smaller memory_reserve, or old slots removed (baftd gc --dry-run).",
+            missing=need.total - min(available for _, available, _ in short),
         )
     name, available, _ = min(limits, key=lambda limit: limit[1])
     return Headroom(available, name, tuple(_warnings(found, need)))

@@ -405,6 +405,8 @@ class JobStatus(Struct):
     counters: dict[str, Count]
     """snapshots, skipped, torn, durable_written, quarantined, ..."""
     last_skip: Text = ""
+    durable_failure: Text = ""
+    """Why the last durable write failed; empty where the last one did not."""
     held_ms_median: float = 0.0
     slot_bytes: Count = 0
 

@@ -116,7 +116,7 @@ def _ask(launcher: Launcher, environ: Mapping[str, str]) -> tuple[Launcher, Rank
         text = environ[name].strip()
         if not text.isascii() or not text.isdecimal():
             raise RankError(
-                f"{name}={environ[name]!r} is not a whole number (of {launcher.name}).",
+                f"{name}={environ[name]!r} is not a whole number from 0 on (of {launcher.name}).",
                 hint="Correct it, or give attach(rank=, world=).",
             )
         numbers.append(int(text))

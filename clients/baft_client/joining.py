@@ -17,10 +17,12 @@ from baftd.settings import Settings
 from baftd.telemetry import Logger, get_logger
 from baftd.wire.messages import Message, Progress, Restored, Resume, ResumePlan, ResumeProgress
 
-__all__ = ["Joining", "ask", "say_progress"]
+__all__ = ["Joining", "Teller", "ask"]
 
 ALONE_AFTER = 0.5
 """Seconds that `resume(fresh=True)` looks for a daemon before it begins without one."""
+TELL_AFTER = 5.0
+"""Seconds after which a process that waits says for what."""
 FAILED_TIMEOUT = 5.0
 """Seconds that a rank which could not load waits for the daemon to hear of it."""
 
@@ -86,12 +88,18 @@ class Joining:
 
     def _reach(self, wait: float) -> bool:
         """Wait for a daemon. An answer that no waiting will change ends it early."""
-        deadline = self._clock() + wait
+        began = self._clock()
+        deadline = began + wait
+        told = False
         while not self._link.wait_up(min(0.1, max(0.0, deadline - self._clock()))):
             if isinstance(self._standing.refusal, UsageError | ProtocolError | Fenced):
                 raise self._standing.refusal
             if self._clock() >= deadline:
                 return False
+            if not told and self._clock() - began >= TELL_AFTER:
+                told = True
+                phase = f"no daemon answers at {self._link.path} yet"
+                self._log.warning("waiting", phase=phase, waited=TELL_AFTER, deadline=wait)
         return True
 
     def _begin_alone(self) -> None:
@@ -118,7 +126,7 @@ class Joining:
         message = Restored(token=plan.token, rank=rank, step=plan.step, ok=ok, reason=reason[:4096])
         if ok:
             patience = self._patience(self._settings.connect_timeout)
-            self._link.request(message, patience, on_progress=lambda progress: say_progress(self._log, progress))
+            self._link.request(message, patience, on_progress=Teller(self._log))
             return
         with contextlib.suppress(BaftError):  # the caller has a better error than "a rank could not load"
             self._link.request(message, FAILED_TIMEOUT)
@@ -147,21 +155,34 @@ def ask(link: IoThread, message: Message, timeout: float, kind: type[_AnswerT], 
         ProtocolError: the daemon answered with something else.
         BaftError: as `IoThread.request`.
     """
-    reply = link.request(message, timeout, on_progress=lambda progress: say_progress(log, progress))
+    reply = link.request(message, timeout, on_progress=Teller(log))
     if not isinstance(reply, kind):
         raise ProtocolError(f"the daemon answered {type(message).__name__} with {type(reply).__name__}.", field="type")
     return reply
 
 
-def say_progress(log: Logger, progress: Progress | ResumeProgress) -> None:
-    """Log what the daemon is doing meanwhile."""
-    if isinstance(progress, ResumeProgress):
-        log.info(
+class Teller:
+    """Logs what the daemon is doing meanwhile. What a start waits for longer than a moment is a warning, once: nobody
+    should have to guess why a job does not begin."""
+
+    def __init__(self, log: Logger) -> None:
+        self._log = log
+        self._warned = ""
+
+    def __call__(self, progress: Progress | ResumeProgress) -> None:
+        """Log one report."""
+        if not isinstance(progress, ResumeProgress):
+            self._log.info("waiting", phase=progress.what, done=progress.done, total=progress.total)
+            return
+        # What is only being fetched goes on by itself, and has no deadline.
+        news = progress.deadline > 0 and progress.waited >= TELL_AFTER and progress.phase != self._warned
+        if news:
+            self._warned = progress.phase
+        say = self._log.warning if news else self._log.info
+        say(
             "waiting",
             phase=progress.phase,
             missing=",".join(map(str, progress.missing[:16])) or None,
             waited=round(progress.waited, 1),
             deadline=round(progress.deadline, 1),
         )
-    else:
-        log.info("waiting", phase=progress.what, done=progress.done, total=progress.total)

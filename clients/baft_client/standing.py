@@ -193,7 +193,8 @@ class Standing(Handler):
             self.release()
             lock = RecordLock(path)
             if not lock.acquire():
-                self._log.warning("no_record_lock", path=path, why="another process holds it")
+                why = "another process holds it, such as an earlier start that still runs"
+                self._log.warning("no_record_lock", path=path, why=why)
                 return
             self._lock = lock
             self._locked = (found.st_dev, found.st_ino)

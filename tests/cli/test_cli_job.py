@@ -121,6 +121,33 @@ def test_the_life_of_a_job(job_daemon: Daemon, cli: Cli) -> None:
             run.kill()
 
 
+def test_a_mistyped_job_stays_unknown_whatever_is_asked_about_it(job_daemon: Daemon, cli: Cli) -> None:
+    for _ in range(2):
+        assert cli("list", "--job", "nope")[1] == "No checkpoint of job nope.\n"
+        assert cli("show", "3", "--job", "nope")[0] == 1
+        assert cli("verify", "--job", "nope")[0] == 2
+        assert cli("gc", "--job", "nope")[0] == 0
+        for more in ([], ["--dry-run"], ["--step", "3"], ["--to", str(cli.dirs.base / "exported")]):
+            code, out, err = cli("restore", "--job", "nope", *more)
+            assert (code, out) == (3, ""), more
+            assert "job nope is not known" in err
+    assert not list(cli.dirs.shm.rglob("nope")), "asking makes nothing"
+    assert not list(cli.dirs.state.rglob("nope"))
+
+
+def test_a_durable_directory_that_fails_is_told_by_status(job_daemon: Daemon, cli: Cli) -> None:
+    cli.dirs.durable.rmdir()
+    cli.dirs.durable.write_text("in the way")
+    run = Run(job_daemon, 50, 1)
+    try:
+        assert run.end() == 0, run.text
+    finally:
+        run.kill()
+    assert re.search(f"not durable: .*{cli.dirs.durable}", cli("status")[1])
+    assert str(cli.dirs.durable) in cli.json("status")[1]["jobs"][0]["durable_failure"]
+    assert cli.json("restore", "--job", JOB, "--dry-run")[1]["step"] == 50
+
+
 def test_a_damaged_shard_is_found_and_passed_over(job_daemon: Daemon, cli: Cli) -> None:
     run = Run(job_daemon, 60, 1)
     try:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from baftd import __version__
+from baftd.cli import start
+from baftd.settings import Settings
 from baftd.wire.messages import (
     Ack,
     CheckpointRow,
@@ -240,6 +245,9 @@ def test_restore_dry_run(cli: Cli, serve: Serve) -> None:
 def test_restore_refuses_contradictions(cli: Cli) -> None:
     assert cli("restore", "--job", "gpt", "--step", "3", "--at-most", "4")[0] == 2
     assert cli("restore", "--job", "gpt", "--epoch", "3")[0] == 2
+    code, _, err = cli("restore", "--job", "gpt", "--format", "safetensors")
+    assert code == 2
+    assert "--to DIR" in err
     assert cli("restore")[0] == 2
 
 
@@ -309,6 +317,20 @@ def test_start_of_a_running_daemon(cli: Cli, serve: Serve, monkeypatch: pytest.M
     assert "durable_dir=/ckpt (asked for: /other)" in err
 
 
+def test_start_says_when_the_durable_directory_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(durable_dir=tmp_path)
+    start._warn_of_durable(settings)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    for directory in (tmp_path, tmp_path / "not" / "there"):
+        start._warn_of_durable(replace(settings, durable_dir=directory))
+        said = capsys.readouterr().err
+        assert str(directory) in said
+        assert "stay in memory" in said
+
+
 def test_start_refuses_redis(cli: Cli) -> None:
     code, _, err = cli("start", "--redis", "redis://head:6379")
     assert code == 2
@@ -369,6 +391,7 @@ def test_mistakes_in_arguments(cli: Cli) -> None:
         assert code == 2
         assert out == ""
         assert err.startswith("baftd: ")
+        assert ".. `" not in err, "one full stop ends a sentence"
         for word in words:
             assert word in err
 

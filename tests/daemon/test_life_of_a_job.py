@@ -365,6 +365,20 @@ def test_an_incarnation_that_has_trained_cannot_start_again(run_dirs: RunDirs) -
             assert "new at each start" in failed["text"]
 
 
+def test_a_job_that_never_fits_costs_no_other_job_its_slots(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs), TrainerProcess(run_dirs, job="other", steps=9, kill={"step": 6}) as trainer:
+        trainer.wait()
+    slots = sorted(run_dirs.shm.rglob("other/*.slot-*"))
+    assert slots
+    with Daemon(run_dirs, memory_reserve="100000 GB"):
+        with TrainerProcess(run_dirs, steps=3, settle=False) as trainer:
+            assert trainer.wait() == 0, trainer.events
+            finished = trainer.last("finished")
+            assert finished is not None
+            assert "no_room" in finished["counters"]["skipped"]
+        assert sorted(run_dirs.shm.rglob("other/*.slot-*")) == slots
+
+
 def test_slots_that_do_not_fit_are_skipped_with_the_sum(run_dirs: RunDirs) -> None:
     with Daemon(run_dirs, memory_reserve="100000 GB") as daemon:
         with TrainerProcess(run_dirs, steps=3, settle=False) as trainer:

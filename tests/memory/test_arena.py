@@ -203,6 +203,15 @@ def test_sweep_makes_room_oldest_first_and_no_more_than_needed(root: ArenaRoot) 
     assert sweep(root, claim=lambda _: Claim.UNFINISHED, retention=24 * HOUR, now=1e9) == []
 
 
+def test_sweep_takes_no_unfinished_job_where_all_of_them_are_not_enough(root: ArenaRoot) -> None:
+    for name in ("a", "b", "done"):
+        filled(root, name, age=HOUR)
+    claims = {"a": Claim.UNFINISHED, "b": Claim.UNKNOWN, "done": Claim.FINISHED}
+    swept = sweep(root, claim=claims.__getitem__, retention=24 * HOUR, now=1e9, need=100 * MIB)
+    assert [one.job for one in swept] == ["done"]
+    assert root.jobs() == ["a", "b"]
+
+
 def test_sweep_leaves_what_a_living_process_holds(root: ArenaRoot) -> None:
     arena = filled(root, "gpt", age=1e6)
     with lock_held(arena.lock_path(0)) as pid:

@@ -44,6 +44,12 @@ def test_the_sum_is_written_out() -> None:
     assert str(Sum(5 * MIB)) == "own slots 5.0 MiB"
 
 
+def test_what_is_missing_is_counted_by_the_tightest_limit() -> None:
+    with pytest.raises(NoRoom) as caught:
+        check("/dev/shm", own=110 * GIB, reserve=GIB, readings=ROOMY)
+    assert caught.value.missing == 51 * GIB
+
+
 def test_exactly_enough_is_enough() -> None:
     check("/dev/shm", own=59 * GIB, reserve=GIB, readings=ROOMY)
     refusal(ROOMY, own=59 * GIB, reserve=GIB + 1)
