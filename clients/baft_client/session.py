@@ -26,6 +26,7 @@ from typing import Literal, cast
 
 from baft_client import lifeline
 from baft_client.declared import Layout
+from baft_client.ending import reach_again, say_finished, token_of
 from baft_client.engine import EngineHooks
 from baft_client.identity import find_incarnation, find_rank
 from baft_client.io_thread import IoThread, LinkState
@@ -303,12 +304,9 @@ class Session:
 
         `save` and `finish` wait for it anyway, and could then keep only what was taken before.
         """
-        if self._phase != "training" or self.fenced or self._standing.token is None:
-            return
-        if self._link.state is not LinkState.UP:
-            self._log.warning("waiting", phase="the daemon is away", step=self._step, why=self._link.last_error)
+        if self._phase == "training" and not self.fenced and self._standing.token is not None:
             wait = self.settings.connect_timeout
-            self._link.wait_up(wait if timeout is None else min(wait, timeout))
+            reach_again(self._link, self._log, self._step, wait if timeout is None else min(wait, timeout))
 
     def _begin(
         self,
@@ -536,7 +534,7 @@ class Session:
             if not self.settle(limit):
                 raise Degraded(f"step {self._last_sealed} was not committed within {limit:g} s.")
             return Saved(step=self._standing.committed.get("memory", 0), tier="memory")
-        message = Save(token=self._need_token(), rank=self.rank, step=self._step)
+        message = Save(token=token_of(self._standing, self._link, self.settings), rank=self.rank, step=self._step)
         return ask(self._link, message, limit, Saved, log=self._log)
 
     def finish(self, timeout: float | None = None) -> Saved | None:
@@ -553,7 +551,7 @@ class Session:
             self._skips.close_open()
             if self._phase == "training":
                 self._guard(lambda: self._seal(None) if self._snapshot is not None else Outcome(OutcomeKind.NOTHING))
-            message = Finish(token=self._need_token(), rank=self.rank, step=self._step)
+            message = Finish(token=token_of(self._standing, self._link, self.settings), rank=self.rank, step=self._step)
             limit = SAVE_TIMEOUT if timeout is None else timeout
             saved = ask(self._link, message, limit, Saved, log=self._log)
         except BaftError as error:
@@ -562,25 +560,10 @@ class Session:
             if self.strict:
                 raise
             return None
-        # A note says why less was done than asked for: the last step is in memory only.
-        say = self._log.warning if saved.note else self._log.info
-        if saved.step < self._step:
-            say = self._log.warning
-            saved.note = saved.note or f"step {self._step} has no snapshot: what was trained since is not kept"
-        say("finished", step=saved.step, tier=saved.tier, path=saved.path, note=saved.note)
+        say_finished(self._log, saved, self._step)
         self._end()
         self._skips.raise_pending()
         return saved
-
-    def _need_token(self) -> WireToken:
-        token = self._standing.token
-        if self.fenced:
-            raise Fenced(f"job {self.job}, rank {self.rank}: {self._standing.fenced}.")
-        if token is None:
-            raise self._link.unreachable("no token")
-        if not self._link.wait_up(self.settings.connect_timeout):
-            raise self._link.unreachable(f"no answer within {self.settings.connect_timeout:g} s")
-        return token
 
     def leave(self, reason: str = "") -> None:
         """End without finishing: every slot stays. Waits two seconds for the daemon at most; never raises."""
