@@ -18,7 +18,7 @@ from baftd.checkpoint.orders import CancelPersist, StartPersist
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
 from baftd.daemon.waiting import Waiters
-from baftd.errors import BaftError, Degraded
+from baftd.errors import BaftError, Degraded, NoRoom
 from baftd.memory.slot_file import IMAGE_OFFSET
 from baftd.storage.interface import ShardRecord, Tier
 from baftd.storage.retention import to_delete
@@ -38,6 +38,7 @@ class DurableWriter:
         self.last_failure: dict[str, str] = {}
         """Job -> why its last durable write failed; gone with the next success."""
         self._naming = 0
+        self._retaining = 0
         self._changed = asyncio.Event()
 
     async def drained(self, jobs: Iterable[JobOnNode]) -> None:
@@ -70,7 +71,7 @@ class DurableWriter:
         shard = order.shard
         key = (job.name, shard.checkpoint, order.rank)
         try:
-            record = await self._context.workers.durable(self._write_shard, job, order, cancel)
+            record = await self._write_where_room(job, order, cancel)
         except asyncio.CancelledError:
             cancel.set()
             raise
@@ -87,6 +88,19 @@ class DurableWriter:
         job.counters.add("durable_bytes", record.nbytes)
         job.open_manifest().hold(Held(shard, Source("durable", "", record.to_fields())), self._context.incarnation)
         job.apply(job.core.persisted(order.rank, shard.checkpoint, record.to_fields()))
+
+    async def _write_where_room(self, job: JobOnNode, order: StartPersist, cancel: threading.Event) -> ShardRecord:
+        """Write the shard; on a full disk once more when what retention is deleting has gone."""
+        durable = self._context.workers.durable
+        try:
+            return await durable(self._write_shard, job, order, cancel)
+        except NoRoom:
+            if not self._retaining:
+                raise
+        while self._retaining:
+            self._changed.clear()
+            await self._changed.wait()
+        return await durable(self._write_shard, job, order, cancel)
 
     def _write_shard(self, job: JobOnNode, order: StartPersist, cancel: threading.Event) -> ShardRecord:
         shard, file = order.shard, job.files.get(order.rank, order.slot)
@@ -174,7 +188,15 @@ class DurableWriter:
 
     def retain(self, job: JobOnNode, news: Retain) -> None:
         """Delete what retention lets go."""
-        self._context.tasks.start(self._retain(job, news), f"retention of {job.name}")
+        self._context.tasks.start(self._make_room(job, news), f"retention of {job.name}")
+
+    async def _make_room(self, job: JobOnNode, news: Retain) -> None:
+        self._retaining += 1
+        try:
+            await self._retain(job, news)
+        finally:
+            self._retaining -= 1
+            self._changed.set()
 
     async def _retain(self, job: JobOnNode, news: Retain) -> None:
         token = job.token
