@@ -181,7 +181,7 @@ class NodeSlots:
                     if slot.dead and not self._holds and table.fate(slot, history, view) is Fate.FREE:
                         self._clear(rank, slot, out)
                 if slot.retired and slot.state is empty:
-                    del table.slots[slot.index]
+                    table.remove(slot.index)
                     out.announce.append(RemoveSlot(rank, slot.index))
         for rank, client in self._clients.items():
             self._offer(rank, client, out)

@@ -141,6 +141,8 @@ class SlotTable:
 
     rank: int
     slots: dict[int, Slot] = field(default_factory=dict)
+    removed: dict[int, int] = field(default_factory=dict)
+    """Generations of slots that are gone: one made anew goes on from there, or a late message would fit it."""
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots.values())
@@ -151,7 +153,7 @@ class SlotTable:
         """Use exactly the slots `indices` from now on: new ones are made, others retire. Returns those retired now."""
         wanted = set(indices)
         for index in sorted(wanted - set(self.slots)):
-            self.slots[index] = Slot(index)
+            self.slots[index] = Slot(index, self.removed.pop(index, 0))
         retired = []
         for slot in self:
             if slot.index not in wanted and not slot.retired:
@@ -160,6 +162,10 @@ class SlotTable:
             elif slot.index in wanted:
                 slot.retired = False
         return retired
+
+    def remove(self, index: int) -> None:
+        """The slot's file goes, or is gone."""
+        self.removed[index] = self.slots.pop(index).generation
 
     # ------------------------------------------------------------ asking
 
@@ -295,7 +301,8 @@ def slot_record(kind: str, rank: int, slot: Slot) -> Record:
 def table_records(table: SlotTable) -> list[Record]:
     """The table in as few records as possible, to rewrite a journal. Sealed slots are left to their headers."""
     kinds = {SlotState.FREE: "free", SlotState.FILLING: "grant", SlotState.VERIFIED: "verified"}
-    return [slot_record(kinds[slot.state], table.rank, slot) for slot in table if slot.state in kinds]
+    gone = [Slot(index, generation) for index, generation in table.removed.items()]
+    return [slot_record(kinds[slot.state], table.rank, slot) for slot in (*gone, *table) if slot.state in kinds]
 
 
 def rebuild_table(
@@ -313,7 +320,7 @@ def rebuild_table(
         if record.get("k") in ("grant", "verified", "free") and record.get("rank") == table.rank:
             known.add(_replay(table, record))
     for index in [index for index in table.slots if index not in headers]:
-        del table.slots[index]
+        table.remove(index)
     written: list[Record] = []
     for index, header in headers.items():
         slot = table.slots.setdefault(index, Slot(index))
