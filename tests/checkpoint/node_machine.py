@@ -113,7 +113,8 @@ class NodeMachine(RuleBasedStateMachine):
         table = self.core.tables.get(0)
         before = {s.index: Was(s.state, s.generation, s.writer, s.shard) for s in table or ()}
         ready: Ready[Any] = getattr(self.core, method)(*args, **kwargs)
-        self.look(before, ready, actor)
+        if method != "damaged":  # what is wrong is dropped, pinned or not
+            self.look(before, ready, actor)
         if self.crash_after is not None:
             self.keep(ready.records[: self.crash_after])
             self.restart()
