@@ -129,7 +129,7 @@ def test_a_step_that_one_rank_skips_is_dead_for_all(run_dirs: RunDirs) -> None:
     with Daemon(run_dirs) as daemon:
         pair = [
             TrainerProcess(
-                run_dirs, steps=6, rank=rank, world=2, incarnation=INCARNATIONS[0], wait_at=5, settle=rank == 0,
+                run_dirs, steps=6, rank=rank, world=2, incarnation=INCARNATIONS[0], wait_at=5,
                 **({"skip_at": 3} if rank == 1 else {}),  # type: ignore[arg-type]
             )
             for rank in range(2)
