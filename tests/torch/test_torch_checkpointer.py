@@ -358,6 +358,7 @@ def test_paused_lets_weights_be_swapped_and_put_back(daemon: Daemon) -> None:
             for p, old in zip(loop.model.parameters(), kept, strict=True):
                 p.data.copy_(old)
         assert (ckpt.counters.sealed, ckpt.counters.torn) == (3, 0)
+        settle(ckpt)
         train(ckpt, loop, 1)
         assert (ckpt.counters.sealed, ckpt.counters.torn) == (4, 0)
 
