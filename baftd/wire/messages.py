@@ -77,6 +77,9 @@ class Resume(Message, tag="resume"):
     """Begin at step 0 whatever is known; earlier steps become abandoned."""
     takeover: bool = False
     """Fence a live predecessor instead of waiting for it."""
+    reshard: bool = False
+    """This start may have another world or layout than the ranks that saved: `ResumePlan.shards` then names every saved
+    rank's image. One rank that says so speaks for all."""
 
 
 class Restored(Message, tag="restored"):
@@ -113,6 +116,10 @@ class Declare(Message, tag="declare"):
     small_bytes: Count
     """Size of the small state now; the image keeps max(1 MiB, twice this)."""
     numa_node: int = -1
+    stages: Annotated[list[Count], Meta(max_length=4096)] = []
+    """Pipeline stages whose layers this rank holds."""
+    coordinates: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
+    """Place of the rank on each named mesh axis (dp, tp, pp ...)."""
 
 
 # ---------------------------------------------------------------- training process -> daemon: every step
@@ -247,6 +254,13 @@ class SlotImage(Struct, frozen=True):
     """16 bytes a chunk in image order, so that a damaged tensor is named; empty: only the root digest is compared."""
 
 
+class RankImage(Struct, frozen=True):
+    """The image that one rank of the saved world made."""
+
+    rank: Rank
+    image: SlotImage
+
+
 class ResumePlan(Message, tag="resume_plan"):
     """The one plan that the coordinator fixed for this incarnation."""
 
@@ -264,6 +278,11 @@ class ResumePlan(Message, tag="resume_plan"):
     """A durable tier is on."""
     seconds: float = 0.0
     """Time since the last rank arrived, spent in planning, fetching and verifying."""
+    world: Count = 0
+    """Number of ranks that saved `step`; 0 when afresh."""
+    shards: list[RankImage] = []
+    """Every saved rank's image, by rank: only for a start with `Resume.reshard`, where `source` is None if the world is
+    another than the saved one. Ranks beyond the new world are among them."""
 
 
 class SlotPlace(Struct, frozen=True):
@@ -346,6 +365,13 @@ class ListRequest(Message, tag="list_request"):
     """Checkpoints known, by tier. Answer: `ListReply`."""
 
     job: Job | None = None
+
+
+class LayoutRequest(Message, tag="layout_request"):
+    """Which rank of a running job holds which ranges, for `baftd plan`. Answer: `LayoutReply`, or `ErrorReply` for a
+    job of which no rank has declared anything here."""
+
+    job: Job
 
 
 class VerifyRequest(Message, tag="verify_request"):
@@ -450,6 +476,40 @@ class ListReply(Message, tag="list_reply"):
     rows: list[CheckpointRow]
 
 
+class RankLayout(Struct, frozen=True):
+    """What one rank has declared on this node."""
+
+    rank: Rank
+    node: Name
+    small_room: Count
+    """Bytes that the image keeps for the small state."""
+    image_bytes: Count
+    """Capacity of one slot: tensors, header and small state."""
+    slots: Count
+    stages: list[Count] = []
+    coordinates: dict[Name, Count] = {}
+
+
+class LayoutReply(Message, tag="layout_reply"):
+    """The layout of a job, as its ranks on this node have declared it."""
+
+    job: Job
+    epoch: Count
+    world: Count
+    layout: Annotated[bytes, Meta(max_length=1 << 26)]
+    """`baftd.checkpoint.layout.Layout.encode()` of the ranks in `ranks`, with their places; empty while `problem`."""
+    ranks: list[RankLayout]
+    """By rank. Fewer than `world`: the others have declared nothing here (yet)."""
+    missing: list[Rank] = []
+    """Ranks of the world that have declared nothing on this node."""
+    problem: Text = ""
+    """Why there is no layout: ranks are missing, or their ranges contradict each other. Empty: `layout` is whole."""
+    slots: Count = 0
+    """Slots of each rank, by the settings of this node."""
+    durable: bool = False
+    """A durable tier is on."""
+
+
 class Progress(Message, tag="progress"):
     """Part of a long answer."""
 
@@ -499,49 +559,16 @@ class GcReply(Message, tag="gc_reply"):
 
 
 Request: TypeAlias = (
-    Hello
-    | Resume
-    | Restored
-    | Declare
-    | Begin
-    | Seal
-    | Skip
-    | Save
-    | Finish
-    | Leave
-    | Ping
-    | Pong
-    | StatusRequest
-    | ListRequest
-    | VerifyRequest
-    | RestoreRequest
-    | GcRequest
-    | StopRequest
-)
+    Hello | Resume | Restored | Declare | Begin | Seal | Skip | Save | Finish | Leave | Ping | Pong | StatusRequest
+    | ListRequest | LayoutRequest | VerifyRequest | RestoreRequest | GcRequest | StopRequest
+)  # fmt: skip
 """What a daemon accepts."""
 
 Reply: TypeAlias = (
-    Ack
-    | ErrorReply
-    | Welcome
-    | ResumeProgress
-    | ResumePlan
-    | Declared
-    | Grant
-    | NoGrant
-    | Cadence
-    | Committed
-    | Fence
-    | Saved
-    | Ping
-    | Pong
-    | StatusReply
-    | ListReply
-    | Progress
-    | VerifyReply
-    | RestoreReply
+    Ack | ErrorReply | Welcome | ResumeProgress | ResumePlan | Declared | Grant | NoGrant | Cadence | Committed
+    | Fence | Saved | Ping | Pong | StatusReply | ListReply | LayoutReply | Progress | VerifyReply | RestoreReply
     | GcReply
-)
+)  # fmt: skip
 """What a daemon sends."""
 
 __all__ += sorted(
