@@ -5,6 +5,7 @@
     │   ├── SettingsError            a setting: unknown key, wrong unit, wrong type
     │   ├── JobNameError             a job name that cannot be a directory
     │   ├── RankError                rank or world size missing, disagreeing, or claimed twice
+    │   ├── LayoutError              ranges that make no whole tensor (tensor, rank and range are named)
     │   ├── StateTreeError           small state holds a value that is not data (its path is named)
     │   └── UnsupportedTensor        a tensor that cannot be copied byte by byte (its name is named)
     ├── NothingRestorable        3   the job has been further, but no step of it can be restored
@@ -32,6 +33,7 @@ __all__ = [
     "Fenced",
     "FormatError",
     "JobNameError",
+    "LayoutError",
     "ModelMismatch",
     "NoRoom",
     "NothingRestorable",
@@ -90,6 +92,23 @@ class RankError(UsageError):
     """Rank or world size is missing, disagrees with the launcher, or is claimed twice."""
 
     code = "rank"
+
+
+class LayoutError(UsageError):
+    """Index ranges, ranks or mesh coordinates that make no layout, or a layout that needs what nobody saved.
+
+    `tensor`, `rank` and `ranges` (in words, "[0:4, 2:8]") say where; "" and None where there is no such thing.
+    """
+
+    code = "layout"
+
+    def __init__(
+        self, message: str, *, hint: str = "", tensor: str = "", rank: int | None = None, ranges: str = ""
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.tensor = tensor
+        self.rank = rank
+        self.ranges = ranges
 
 
 class StateTreeError(UsageError):
