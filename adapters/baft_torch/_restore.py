@@ -7,7 +7,7 @@ tensors that already hold the saved bytes: no dummy update, and nothing points i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
@@ -25,7 +25,7 @@ from baft_torch._tensors import is_dtensor, plain, reduced
 from baftd.checkpoint.shard import TensorEntry
 from baftd.errors import FormatError, ModelMismatch
 
-__all__ = ["Image", "load"]
+__all__ = ["Image", "differences", "install", "load", "owner_of", "placement", "strides_of", "with_tensors"]
 
 
 class Image(Protocol):
@@ -68,16 +68,17 @@ def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
     Raises ModelMismatch naming every difference (nothing is changed then), VerificationFailed for bytes that are not
     what their digest says, FormatError for small state that makes no sense.
     """
-    saved = _Saved.of(image)
     state.rebuild()
-    trees = small.get("optimizers", [])
-    live = {name: item for name, item in state.by_name().items() if not _is_optimizer_state(name, state)}
-    differences = _model_differences(saved, live, state) + _optimizer_differences(trees, state)
-    if differences:
+    found = differences(image, state, small)
+    if found:
         raise ModelMismatch(
-            f"the checkpoint is not of this model and optimizer: {'; '.join(differences)}.",
-            hint="Start with the model that was saved, or with resume(fresh=True) under another job name.",
+            f"the checkpoint is not of this model and optimizer: {'; '.join(found)}.",
+            hint="Start with the model that was saved; if it is the same one laid out in another way, "
+            "resume(reshard=True) cuts it anew; or start with resume(fresh=True) under another job name.",
         )
+    saved = _Saved.of(image)
+    trees = small.get("optimizers", [])
+    live = _model_items(state)
     done: set[int] = set()
     for name, item in live.items():
         if id(item) not in done and name in saved.tensors:
@@ -93,11 +94,18 @@ def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
     state.rebuild()
 
 
-def _is_optimizer_state(name: str, state: TrainingState) -> bool:
-    return any(name == each.name for tree in state.optimizers for each in tree.tensors)
+def differences(image: Image, state: TrainingState, small: Mapping[str, Any]) -> list[str]:
+    """One sentence for each thing that keeps the image from being loaded as it is; call `state.rebuild()` before."""
+    saved = _Saved.of(image)
+    return _model_differences(saved, _model_items(state), state) + _optimizer_differences(
+        small.get("optimizers", []), state
+    )
 
 
-# ---------------------------------------------------------------- differences
+def _model_items(state: TrainingState) -> dict[str, Item]:
+    """Every live tensor but those of optimizers' states, by its name and its aliases."""
+    states = {each.name for tree in state.optimizers for each in tree.tensors}
+    return {name: item for name, item in state.by_name().items() if name not in states}
 
 
 def _model_differences(saved: _Saved, live: Mapping[str, Item], state: TrainingState) -> list[str]:
@@ -159,7 +167,7 @@ def _write(saved: _Saved, entry: TensorEntry, live: torch.Tensor, name: str) -> 
     if entry.nbytes == 0:
         return
     direct = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-    if direct and tuple(target.stride()) == _strides(entry):
+    if direct and tuple(target.stride()) == strides_of(entry):
         saved.image.copy_into(entry.name, target.data_ptr(), entry.nbytes)
         increment_version(live)
         increment_version(target)  # of a DTensor the local tensor counts for itself
@@ -168,7 +176,8 @@ def _write(saved: _Saved, entry: TensorEntry, live: torch.Tensor, name: str) -> 
             target.copy_(_fresh(saved, entry, torch.device("cpu")))
 
 
-def _strides(entry: TensorEntry) -> tuple[int, ...]:
+def strides_of(entry: TensorEntry) -> tuple[int, ...]:
+    """In elements, of the saved bytes."""
     if entry.strides is not None:
         return entry.strides
     return tuple(prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
@@ -179,7 +188,7 @@ def _fresh(saved: _Saved, entry: TensorEntry, device: torch.device) -> torch.Ten
     dtype = dtype_of(entry.dtype)
     if dtype is None:
         raise FormatError(f"tensor {entry.name!r} is of type {entry.dtype}, which torch {torch.__version__} lacks.")
-    made = torch.empty_strided(entry.shape, _strides(entry), dtype=dtype)
+    made = torch.empty_strided(entry.shape, strides_of(entry), dtype=dtype)
     if entry.nbytes:
         saved.image.copy_into(entry.name, made.data_ptr(), entry.nbytes)
     return made.to(device)
@@ -190,7 +199,7 @@ def _fresh(saved: _Saved, entry: TensorEntry, device: torch.device) -> torch.Ten
 
 def _load_optimizer(saved: _Saved, tree: OptimizerTree, described: Mapping[str, Any]) -> None:
     """Give an optimizer its options and its state, made where it is missing, in place where it exists."""
-    optimizer = tree.optimizer
+    state = tree.optimizer.state
     odd = described.get("odd", {})
     params = dict(tree.params)
     values: dict[str, dict[Any, Any]] = {}
@@ -200,25 +209,38 @@ def _load_optimizer(saved: _Saved, tree: OptimizerTree, described: Mapping[str, 
     else:
         nested = _referenced(described.get("other", {}))
         for name, entry in saved.tensors.items():
-            owner = _owner(name, tree.prefix, params)
+            owner = owner_of(name, tree.prefix, params)
             if owner is not None and name not in nested:
                 key = name[len(tree.prefix) + len(owner) + 1 :]
-                existing = optimizer.state[params[owner]].get(key) if params[owner] in optimizer.state else None
+                existing = state[params[owner]].get(key) if params[owner] in state else None
                 values.setdefault(owner, {})[key] = _tensor(saved, entry, params[owner], odd.get(name), existing, name)
         for owner, others in described.get("other", {}).items():
             for key, value in others.items():
                 values.setdefault(owner, {})[key] = _resolve(value, saved, params[owner], odd)
+    install(tree, values, [from_tree(options) for options in described["groups"]], described.get("free", {}))
+
+
+def install(
+    tree: OptimizerTree,
+    values: Mapping[str, Mapping[Any, Any]],
+    options: Sequence[Mapping[str, Any]],
+    free: Mapping[Any, Any],
+) -> None:
+    """Give an optimizer its state (`values`: of each parameter by name), the options of each of its groups and what
+    hangs on no parameter (`free`, as saved), through its own `load_state_dict`."""
+    optimizer = tree.optimizer
+    params = dict(tree.params)
     lent = [{k: v for k, v in group.items() if isinstance(v, torch.Tensor)} for group in optimizer.param_groups]
     numbers = {name: number for number, (name, _) in enumerate(tree.params)}
-    groups = _groups(optimizer, described)
-    state: dict[Any, Any] = {numbers[owner]: value for owner, value in values.items() if owner in numbers}
-    state.update({key: from_tree(value) for key, value in described.get("free", {}).items()})
+    groups = _groups(optimizer, options)
+    state: dict[Any, Any] = {numbers[owner]: dict(value) for owner, value in values.items() if owner in numbers}
+    state.update({key: from_tree(value) for key, value in free.items()})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     _keep_exact(optimizer, {params[owner]: value for owner, value in values.items() if owner in params})
     _keep_lent(optimizer, lent)
 
 
-def _owner(name: str, prefix: str, params: Mapping[str, torch.Tensor]) -> str | None:
+def owner_of(name: str, prefix: str, params: Container[str]) -> str | None:
     """The parameter to whose state a saved tensor belongs: the longest name that fits."""
     if not name.startswith(prefix):
         return None
@@ -244,17 +266,25 @@ def _referenced(value: object) -> set[str]:
 
 def _resolve(value: object, saved: _Saved, param: torch.Tensor, odd: Mapping[str, Any]) -> object:
     """A value of small state with references replaced by tensors."""
-    if isinstance(value, dict) and value.get(KIND) == "reference":
-        name = value["value"]
+
+    def tensor(name: str) -> torch.Tensor:
         if name not in saved.tensors:
             raise FormatError(f"small state refers to a tensor {name!r} that the image does not hold.")
         return _tensor(saved, saved.tensors[name], param, odd.get(name), None, name)
+
+    return with_tensors(value, tensor)
+
+
+def with_tensors(value: object, tensor: Callable[[str], torch.Tensor]) -> object:
+    """A value of small state with each reference to a tensor replaced by what `tensor` gives for its name."""
+    if isinstance(value, dict) and value.get(KIND) == "reference":
+        return tensor(value["value"])
     if isinstance(value, dict) and KIND not in value:
-        return {key: _resolve(item, saved, param, odd) for key, item in value.items()}
+        return {key: with_tensors(item, tensor) for key, item in value.items()}
     if isinstance(value, list):
-        return [_resolve(item, saved, param, odd) for item in value]
+        return [with_tensors(item, tensor) for item in value]
     if isinstance(value, tuple):
-        return tuple(_resolve(item, saved, param, odd) for item in value)
+        return tuple(with_tensors(item, tensor) for item in value)
     return from_tree(value)
 
 
@@ -275,7 +305,7 @@ def _tensor(
     from torch.distributed.tensor import DTensor
 
     mesh = param.device_mesh  # type: ignore[attr-defined]
-    placements = [_placement(each) for each in odd["placements"]] if "placements" in odd else param.placements  # type: ignore[attr-defined]
+    placements = [placement(each) for each in odd["placements"]] if "placements" in odd else param.placements  # type: ignore[attr-defined]
     shape = torch.Size(odd.get("shape", param.shape))
     stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape))) if "shape" in odd else param.stride()
     return DTensor.from_local(fresh, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -288,7 +318,8 @@ def _was_dtensor(entry: TensorEntry, param: torch.Tensor, odd: Mapping[str, Any]
     return "placements" in odd or (len(entry.shape) > 0 and entry.shape == tuple(plain(param, "").shape))
 
 
-def _placement(spelled: Any) -> Any:
+def placement(spelled: Any) -> Any:
+    """A DTensor placement from plain data (see `_optimizers.placement_of`)."""
     from torch.distributed.tensor import Partial, Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -300,13 +331,13 @@ def _placement(spelled: Any) -> Any:
     return Shard(spelled[1]) if spelled[2] == 1 else _StridedShard(spelled[1], split_factor=spelled[2])
 
 
-def _groups(optimizer: Any, described: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Saved options of each group, with parameters numbered as the live optimizer numbers them."""
     groups = []
     number = 0
-    for live, options in zip(optimizer.param_groups, described["groups"], strict=True):
+    for live, saved in zip(optimizer.param_groups, options, strict=True):
         count = len(live["params"])
-        groups.append({**from_tree(options), "params": list(range(number, number + count))})
+        groups.append({**saved, "params": list(range(number, number + count))})
         number += count
     return groups
 
