@@ -44,8 +44,8 @@ class SavedTensor:
     entry: TensorEntry
 
 
-SameBytes = Callable[[SavedTensor, SavedTensor], bool]
-"""Whether two saved tensors of equal type and shape hold the same bytes (their chunks' digests agree)."""
+SameBytes = Callable[[SavedTensor, SavedTensor, Box], bool]
+"""Whether two saved tensors hold the same bytes of a box (of the whole tensor) that both have."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class SavedSet:
                     f"rank {tensor.rank} {entry.dtype} {list(its_shape or ())}"
                 )
                 return Problem(name, None, "", why)
-            if own and tensor is not tensors[0] and not self._equal(tensors[0], tensor, unknown=False):
+            if own and tensor is not tensors[0] and not self._equal(tensors[0], tensor, whole(shape), unknown=False):
                 why = f"each of {_ranks(own)} saved one of its own, and they differ: it belongs to no other rank"
                 return Problem(name, None, "", why)
         parts: dict[Box, list[SavedTensor]] = {}
@@ -230,7 +230,7 @@ class SavedSet:
         for box, holders in parts.items():
             # Replicas of a stable range are replicas; what changes between updates may have changed on each rank alone.
             for other in holders[1:]:
-                if other.entry.kind == "volatile" and not self._equal(holders[0], other, unknown=True):
+                if other.entry.kind == "volatile" and not self._equal(holders[0], other, box, unknown=True):
                     why = f"ranks {holders[0].rank} and {other.rank} saved different bytes of it"
                     return Problem(name, None, said(box), why)
         return _whole_tensor(name, first.dtype, shape, _itemsize(tensors), parts)
@@ -241,15 +241,15 @@ class SavedSet:
             return None
         others = {part.box: part.holders for part in b.parts}
         for part in a.parts:
-            if not self._equal(part.holders[0], others[part.box][0], unknown=False):
+            if not self._equal(part.holders[0], others[part.box][0], part.box, unknown=False):
                 return None
         parts = {part.box: [*part.holders, *others[part.box]] for part in a.parts}
         return _whole_tensor(a.name, a.dtype, a.shape, a.itemsize or b.itemsize, parts)
 
-    def _equal(self, a: SavedTensor, b: SavedTensor, *, unknown: bool) -> bool:
+    def _equal(self, a: SavedTensor, b: SavedTensor, box: Box, *, unknown: bool) -> bool:
         if a == b:
             return True
-        return unknown if self.same_bytes is None else self.same_bytes(a, b)
+        return unknown if self.same_bytes is None else self.same_bytes(a, b, box)
 
 
 def _whole_tensor(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -55,8 +55,12 @@ class Layout:
         *,
         ask: Callable[[Declare], Declared],
         device: DeviceCopier | None,
+        stages: Sequence[int] = (),
+        coordinates: Mapping[str, int] | None = None,
     ) -> Declared:
         """Agree on a layout and map its slots. What was mapped before is unmapped.
+
+        `stages` and `coordinates`: of this rank, where they are known; they are told to the daemon.
 
         Raises:
             NoRoom: the slots do not fit; the message holds the sum.
@@ -69,6 +73,8 @@ class Layout:
             entries=[wire_entry(source.entry) for source in sources],
             small_bytes=small_bytes,
             numa_node=numa_node(),
+            stages=list(stages),
+            coordinates=dict(coordinates or {}),
         )
         reply = ask(message)
         me = self._identity

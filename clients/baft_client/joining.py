@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from baft_client.engine import CopyEngine, load_engine
 from baft_client.io_thread import IoThread
 from baft_client.restore import RestoredImage
+from baft_client.saved import SavedShards
 from baft_client.source import Resumed
 from baft_client.standing import Standing
 from baftd.errors import BaftError, Fenced, ProtocolError, Unreachable, UsageError
@@ -27,6 +28,7 @@ FAILED_TIMEOUT = 5.0
 """Seconds that a rank which could not load waits for the daemon to hear of it."""
 
 _AnswerT = TypeVar("_AnswerT", bound=Message)
+_OpenT = TypeVar("_OpenT", RestoredImage, SavedShards)
 
 
 class Joining:
@@ -48,11 +50,11 @@ class Joining:
         self._link = link
         self._prefer = prefer
         self._clock = clock
-        self._image: RestoredImage | None = None
+        self._open: RestoredImage | SavedShards | None = None
         self._engine: CopyEngine | None = None
         self._log = get_logger("client").bind(job=standing.identity.job, rank=standing.identity.rank)
 
-    def resume(self, *, fresh: bool, takeover: bool, timeout: float | None) -> Resumed:
+    def resume(self, *, fresh: bool, takeover: bool, reshard: bool, timeout: float | None) -> Resumed:
         """See `Session.resume`."""
         wait = self._settings.connect_timeout if timeout is None else timeout
         me = self._standing.identity
@@ -62,20 +64,25 @@ class Joining:
                 raise error
             self._begin_alone()
             return Resumed(step=0, updates=0, epoch=0, image=None)
-        message = Resume(job=me.job, rank=me.rank, fresh=fresh, takeover=takeover)
+        message = Resume(job=me.job, rank=me.rank, fresh=fresh, takeover=takeover, reshard=reshard)
         plan = ask(self._link, message, self._patience(wait), ResumePlan, log=self._log)
         self._standing.adopt(plan.token)
         self.plan = plan
         for line in plan.passed_over:
             self._log.warning("passed_over", why=line)
-        if plan.source is not None:
-            self._image = self._open_image(plan)
+        image = shards = None
+        if plan.shards:
+            self._open = shards = self._load(lambda engine: self._shards(plan, engine))
+        elif plan.source is not None:
+            source = plan.source
+            self._open = image = self._load(lambda engine: RestoredImage(source, engine, job=me.job, rank=me.rank))
         self._log.info("resuming", step=plan.step, epoch=plan.token.epoch, tier=plan.tier, seconds=plan.seconds)
         return Resumed(
             step=plan.step,
             updates=plan.updates,
             epoch=plan.token.epoch,
-            image=self._image,
+            image=image,
+            shards=shards,
             tier=plan.tier or "",
             passed_over=tuple(plan.passed_over),
             seconds=plan.seconds,
@@ -107,15 +114,20 @@ class Joining:
         self._log.warning("no_daemon", socket=str(self._link.path), note=note)
         self._standing.alone = True
 
-    def _open_image(self, plan: ResumePlan) -> RestoredImage:
-        assert plan.source is not None
-        me = self._standing.identity
+    def _load(self, opened: Callable[[CopyEngine], _OpenT]) -> _OpenT:
+        """Open what the plan names; the others hear of it when that fails."""
         self._engine = load_engine(None, prefer=self._prefer)
         try:
-            return RestoredImage(plan.source, self._engine, job=me.job, rank=me.rank)
+            return opened(self._engine)
         except BaseException as error:
             self.restored(ok=False, reason=f"{type(error).__name__}: {error}")
             raise
+
+    def _shards(self, plan: ResumePlan, engine: CopyEngine) -> SavedShards:
+        me = self._standing.identity
+        if plan.world != me.world:
+            self._log.info("another_world", saved_by=plan.world, starting=me.world, step=plan.step)
+        return SavedShards(plan.shards, engine, job=me.job, world=plan.world, step=plan.step)
 
     def restored(self, ok: bool, reason: str) -> None:
         """See `Session.restored`."""
@@ -132,19 +144,19 @@ class Joining:
             self._link.request(message, FAILED_TIMEOUT)
 
     def close(self) -> None:
-        """Unmap the image, join the engine's thread. Safe to call twice."""
-        if self._image is not None:
-            self._image.close()
-            self._image = None
+        """Unmap the images, join the engine's thread. Safe to call twice."""
+        if self._open is not None:
+            self._open.close()
+            self._open = None
         if self._engine is not None:
             self._engine.stop()
             self._engine = None
 
     def abandon_in_child(self) -> None:
         """In a forked child: unmap; there is no engine here to stop."""
-        if self._image is not None:
-            self._image.close()
-            self._image = None
+        if self._open is not None:
+            self._open.close()
+            self._open = None
         self._engine = None
 
 

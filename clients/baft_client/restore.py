@@ -5,8 +5,12 @@ Nothing restored aliases the slot: bytes leave it only by being copied to memory
 
 from __future__ import annotations
 
+import ctypes
 import os
+from collections.abc import Iterator
+from itertools import product
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +18,16 @@ import numpy.typing as npt
 from baft_client.engine import CopyEngine
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.image import ParsedImage, header_length, parse_image_header
+from baftd.checkpoint.reshard import Geometry
 from baftd.checkpoint.shard import CHUNK, DIGEST_BYTES, Placement, TensorEntry, root_digest
 from baftd.errors import FormatError, ModelMismatch, UsageError, VerificationFailed
 from baftd.memory.slot_file import IMAGE_OFFSET, SlotFile
 from baftd.wire.messages import SlotImage
 
 __all__ = ["RestoredImage"]
+
+_UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+"""Size of an element -> a type by which it is copied."""
 
 
 class RestoredImage:
@@ -121,6 +129,11 @@ class RestoredImage:
         """
         return state_tree.decode(self._small_bytes)
 
+    @property
+    def small_bytes(self) -> bytes:
+        """The small state as it was saved."""
+        return self._small_bytes
+
     def copy_into(self, name: str, address: int, nbytes: int) -> None:
         """Copy a tensor to memory of the caller's and verify it on the way.
 
@@ -133,9 +146,7 @@ class RestoredImage:
             ModelMismatch: there is no such tensor, or it has another size.
             VerificationFailed: its bytes are not what their digest says; the destination holds them nevertheless.
         """
-        placement = self._by_name.get(name)
-        if placement is None:
-            raise ModelMismatch(f"step {self.step} holds no tensor {name!r}.")
+        placement = self._placement(name)
         if placement.nbytes != nbytes:
             raise ModelMismatch(f"tensor {name!r} has {nbytes} bytes here and {placement.nbytes} in step {self.step}.")
         self._check_open()
@@ -146,12 +157,94 @@ class RestoredImage:
 
     def array(self, name: str) -> npt.NDArray[np.uint8]:
         """A tensor's bytes as a fresh array (uint8, shape (nbytes,)), verified. Errors as `copy_into`."""
-        placement = self._by_name.get(name)
-        if placement is None:
-            raise ModelMismatch(f"step {self.step} holds no tensor {name!r}.")
+        placement = self._placement(name)
         out = np.empty(placement.nbytes, dtype=np.uint8)
         self.copy_into(name, int(out.ctypes.data), placement.nbytes)
         return out
+
+    def copy_region(self, name: str, region: Geometry, target: npt.NDArray[Any]) -> None:
+        """Copy a part of a tensor, and nothing else of it; each chunk that it touches is verified once.
+
+        Where the daemon gave no digests of chunks, what it verified itself is taken at its word.
+
+        Args:
+            name: as stored.
+            region: which elements (its target half is ignored).
+            target: writable, of the region's shape and any strides; its items are the elements.
+
+        Raises:
+            ModelMismatch: there is no such tensor.
+            VerificationFailed: a chunk is not what its digest says; the target may hold some of its bytes.
+        """
+        placement = self._placement(name)
+        self._check_open()
+        if target.shape != region.shape:
+            raise UsageError(f"a region of shape {region.shape} of tensor {name!r} does not fit shape {target.shape}.")
+        if not target.size:
+            return
+        run = target.nbytes if _contiguous(region, target.itemsize) and target.flags.c_contiguous else 0
+        if run >= CHUNK:
+            self._copy_run(placement, region.source_offset, int(target.ctypes.data), run)
+            return
+        for start, stop in _spans(region, target.itemsize):
+            self._verify(placement, start // CHUNK, -(-stop // CHUNK))
+        source = self.region(name, region, target.itemsize)
+        np.copyto(_as_units(target), _as_units(source), casting="no")
+
+    def region(self, name: str, region: Geometry, itemsize: int) -> npt.NDArray[np.void]:
+        """A view of a part of a tensor in the slot, not verified; keep it no longer than the image is open."""
+        placement = self._placement(name)
+        self._check_open()
+        inside = [(count - 1) * step for count, step in zip(region.shape, region.source_strides, strict=True)]
+        if region.source_offset < 0 or region.source_offset + sum(inside) + itemsize > placement.nbytes:
+            raise UsageError(f"a region of tensor {name!r} lies outside of its {placement.nbytes} bytes.")
+        return np.ndarray(
+            region.shape,
+            np.dtype((np.void, itemsize)),
+            self._slot.image(),
+            placement.offset + region.source_offset,
+            region.source_strides,
+        )
+
+    def digests(self, name: str) -> bytes:
+        """Digests of the tensor's chunks, 16 bytes each: the daemon's, or made now where it gave none."""
+        placement = self._placement(name)
+        start = DIGEST_BYTES * placement.first_chunk
+        if self._known:
+            return bytes(self._known[start : start + DIGEST_BYTES * placement.chunk_count])
+        self._verify(placement, 0, placement.chunk_count)
+        return bytes(self._seen[start : start + DIGEST_BYTES * placement.chunk_count])
+
+    def _copy_run(self, placement: Placement, start: int, address: int, nbytes: int) -> None:
+        """Copy contiguous bytes of a tensor: whole chunks are digested on the way, by several threads."""
+        stop = start + nbytes
+        first, last = -(-start // CHUNK), stop // CHUNK if stop < placement.nbytes else placement.chunk_count
+        head, tail = min(first * CHUNK, stop), max(min(last * CHUNK, stop), min(first * CHUNK, stop))
+        base = self._address + placement.offset
+        for at, end in ((start, head), (tail, stop)):
+            if at < end:
+                self._verify(placement, at // CHUNK, -(-end // CHUNK))
+                ctypes.memmove(address + at - start, base + at, end - at)
+        if head < tail:
+            threads = self._threads if tail - head >= 4 * CHUNK else 1
+            digests = self._engine.copy_digest(base + head, address + head - start, tail - head, threads=threads)
+            self._record(f"tensor {placement.stored_name!r}", placement.first_chunk + first, digests)
+
+    def _verify(self, placement: Placement, first: int, last: int) -> None:
+        """Compare chunks `first` to `last` - 1 of a tensor with their digests, those that have not been yet."""
+        done = self._done[placement.first_chunk + first : placement.first_chunk + last]
+        what = f"tensor {placement.stored_name!r}"
+        for start, stop in _gaps(done):
+            at, end = (first + start) * CHUNK, min((first + stop) * CHUNK, placement.nbytes)
+            threads = self._threads if end - at >= 4 * CHUNK else 1
+            digests = self._engine.digest(self._address + placement.offset + at, end - at, threads=threads)
+            self._record(what, placement.first_chunk + first + start, digests)
+
+    def _placement(self, name: str) -> Placement:
+        placement = self._by_name.get(name)
+        if placement is None:
+            raise ModelMismatch(f"step {self.step} of rank {self.parsed.rank} holds no tensor {name!r}.")
+        return placement
 
     def verify_rest(self) -> None:
         """Verify what was not copied, and with it the whole image against its root digest.
@@ -161,9 +254,7 @@ class RestoredImage:
         """
         self._check_open()
         for placement in self.parsed.placements:
-            if placement.chunk_count and not self._done[placement.first_chunk]:
-                digests = self._engine.digest(self._address + placement.offset, placement.nbytes, threads=self._threads)
-                self._record(f"tensor {placement.stored_name!r}", placement.first_chunk, digests)
+            self._verify(placement, 0, placement.chunk_count)
         if root_digest(self._seen, self.parsed.length) != self._root:
             raise VerificationFailed(
                 f"step {self.step} in {self._slot.path} is not what its root digest says.",
@@ -204,3 +295,38 @@ class RestoredImage:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _contiguous(region: Geometry, itemsize: int) -> bool:
+    """Whether the elements of a region follow each other in the saved tensor, in row-major order."""
+    expected = itemsize
+    for count, stride in zip(reversed(region.shape), reversed(region.source_strides), strict=True):
+        if count != 1 and stride != expected:
+            return False
+        expected *= count
+    return True
+
+
+def _spans(region: Geometry, itemsize: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a tensor's bytes that hold all of a region and skip every gap of more than a chunk."""
+    far: list[range] = []
+    near = itemsize
+    for count, stride in zip(region.shape, region.source_strides, strict=True):
+        if stride > CHUNK:
+            far.append(range(0, count * stride, stride))
+        else:
+            near += (count - 1) * stride
+    for offsets in product(*far):
+        start = region.source_offset + sum(offsets)
+        yield start, start + near
+
+
+def _gaps(done: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Ranges of indices where `done` is False."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True]))))
+    yield from edges.reshape(-1, 2).tolist()
+
+
+def _as_units(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """The same memory as plain numbers of the same size: numpy copies those fast whatever the strides, every bit."""
+    return array.view(_UNITS.get(array.itemsize, array.dtype))

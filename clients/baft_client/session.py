@@ -37,28 +37,11 @@ from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
 from baft_client.standing import Identity, Standing
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.identity import Token, check_job_name
-from baftd.errors import (
-    BaftError,
-    Degraded,
-    Fenced,
-    ProtocolError,
-    Unreachable,
-    UsageError,
-)
+from baftd.errors import BaftError, Degraded, Fenced, ProtocolError, Unreachable, UsageError
 from baftd.memory.processes import start_time
 from baftd.settings import Settings, load_settings
 from baftd.telemetry import get_logger
-from baftd.wire.messages import (
-    Begin,
-    Declared,
-    Finish,
-    Grant,
-    Leave,
-    Save,
-    Saved,
-    Seal,
-    WireToken,
-)
+from baftd.wire.messages import Begin, Declared, Finish, Grant, Leave, Save, Saved, Seal, WireToken
 
 __all__ = ["Session"]
 
@@ -96,6 +79,9 @@ class Session:
         self._counters = Counters()
         self.device: DeviceCopier | None = None
         """Set by an adapter before the first boundary where sources live on a device."""
+        self.stages: tuple[int, ...] = ()
+        """Pipeline stages that this rank holds, and its place on each named axis: set by an adapter that knows them."""
+        self.coordinates: dict[str, int] = {}
         self._audit = audit
         self._prefer = cast(Literal["auto", "native", "python"], engine)
         self._clock = clock
@@ -187,12 +173,16 @@ class Session:
         lifeline.register(session)
         return session
 
-    def resume(self, *, fresh: bool = False, takeover: bool = False, timeout: float | None = None) -> Resumed:
+    def resume(
+        self, *, fresh: bool = False, takeover: bool = False, reshard: bool = False, timeout: float | None = None
+    ) -> Resumed:
         """Meet all ranks of this start, and learn where training goes on.
 
         Args:
             fresh: begin at step 0 whatever is known; also begins without a daemon, and joins it when there is one.
             takeover: fence a live predecessor instead of waiting for it.
+            reshard: this start may have other ranks, or another layout, than the one that saved: `Resumed.shards` then
+                has what all of them saved, to be cut anew. One rank that says so speaks for all.
             timeout: seconds to wait for a daemon; None: `connect_timeout` of the settings.
 
         Raises:
@@ -205,7 +195,7 @@ class Session:
         self._check_usable()
         if self._phase != "attached":
             raise UsageError("resume() was called twice; a session resumes once.")
-        resumed = self._joining.resume(fresh=fresh, takeover=takeover, timeout=timeout)
+        resumed = self._joining.resume(fresh=fresh, takeover=takeover, reshard=reshard, timeout=timeout)
         self._step = resumed.step
         self._phase = "training" if self._joining.plan is None else "restoring"
         return resumed
@@ -213,7 +203,7 @@ class Session:
     def restored(self, ok: bool = True, reason: str = "") -> None:
         """Say that the state was loaded, and wait until every rank has said so; or say why it was not.
 
-        `Resumed.image` is closed by it.
+        `Resumed.image` and `Resumed.shards` are closed by it.
 
         Raises:
             BaftError: another rank could not load; the daemon says which.
@@ -379,6 +369,8 @@ class Session:
                 small_bytes,
                 ask=lambda message: ask(self._link, message, self.settings.declare_timeout, Declared, log=self._log),
                 device=self.device,
+                stages=self.stages,
+                coordinates=self.coordinates,
             )
         except BaftError as error:
             self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN

@@ -11,6 +11,7 @@ from baftd.checkpoint.shard import TensorEntry
 
 if TYPE_CHECKING:
     from baft_client.restore import RestoredImage
+    from baft_client.saved import SavedShards
 
 __all__ = ["Counters", "Outcome", "OutcomeKind", "Resumed", "Source"]
 
@@ -108,7 +109,7 @@ class Resumed:
     epoch: int
     """Of this start of the job; 0 when it began without a daemon (`fresh=True`)."""
     image: RestoredImage | None
-    """What to load; None: nothing, the job begins."""
+    """What to load; None: nothing, the job begins, or `shards` has it."""
     tier: str = ""
     passed_over: tuple[str, ...] = ()
     """One sentence for each newer step that could not be used."""
@@ -116,3 +117,5 @@ class Resumed:
     """Spent by the daemon in planning, fetching and verifying."""
     durable: bool = False
     """A durable tier is on."""
+    shards: SavedShards | None = None
+    """The shards of all ranks that saved, where a rank of this start said `reshard`: what to load is cut from them."""
