@@ -8,14 +8,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from baft_client.arrays import ArrayCheckpointer, attach_arrays
+    from baft_client.arrays import ArrayCheckpointer, Part, attach_arrays
     from baft_client.session import Session
     from baft_client.source import Outcome, OutcomeKind, Resumed, Source
 
-__all__ = ["ArrayCheckpointer", "Outcome", "OutcomeKind", "Resumed", "Session", "Source", "attach_arrays"]
+__all__ = ["ArrayCheckpointer", "Outcome", "OutcomeKind", "Part", "Resumed", "Session", "Source", "attach_arrays"]
 
 _PLACES = {
     "ArrayCheckpointer": "arrays",
+    "Part": "arrays",
     "attach_arrays": "arrays",
     "Session": "session",
     "Outcome": "source",
