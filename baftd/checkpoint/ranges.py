@@ -227,7 +227,7 @@ class Arrangement:
         holes = [whole(shape)]
         for box in self.boxes:
             holes = [part for hole in holes for part in subtract(hole, box)]
-        return min(holes)
+        return min(box for box, _ in _join([(hole, ()) for hole in holes]))
 
     def cells(self, holders: Sequence[tuple[int, ...]]) -> tuple[Cell, ...]:
         """Disjoint cells of all boxes, sorted; `holders[i]` are the ranks of box i, ascending."""

@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from math import prod
 
 from baftd.checkpoint.image import ParsedImage
+from baftd.checkpoint.ranges import Box, tiling_problem, whole
 from baftd.checkpoint.shard import NATIVE_DTYPES, Placement, TensorEntry
 from baftd.errors import UsageError
 
-__all__ = ["Box", "Merged", "Merger", "Piece"]
-
-Box = tuple[tuple[int, int], ...]
-"""One (start, stop) a dimension."""
+__all__ = ["Merged", "Merger", "Piece"]
 
 
 @dataclass(frozen=True)
@@ -112,13 +109,14 @@ class Merger:
         if itemsize is None:
             return f"elements of type {first.dtype} are not whole bytes"
         flat = len(first.ranges or ()) != len(shape) or any(len(p.entry.ranges or ()) != len(shape) for _, p in saved)
-        grid: tuple[int, ...] = (_count(shape),) if flat else shape
+        grid: tuple[int, ...] = (prod(shape),) if flat else shape
+        elements = prod(grid)
         pieces: dict[Box, tuple[Piece, bytes]] = {}
         for rank, placement in saved:
             box = tuple(placement.entry.ranges or ())
             if len(box) != len(grid):
                 return "some ranks saved ranges of it, others of its flattened form"
-            if not placement.nbytes and _count(grid):
+            if not placement.nbytes and elements:
                 continue  # nothing of it fell to this rank
             digests = self.digests_of(rank, placement)
             known = pieces.get(box)
@@ -126,7 +124,7 @@ class Merger:
                 pieces[box] = Piece(rank, placement.offset, placement.entry, box), digests
             elif known[1] != digests:
                 return f"the replicas of ranks {known[0].rank} and {rank} differ"
-        problem = _tiling(list(pieces), grid)
+        problem = tiling_problem(pieces, grid)
         if problem:
             return problem
         return Merged(name, first.dtype, shape, itemsize, grid, tuple(piece for piece, _ in pieces.values()))
@@ -160,8 +158,8 @@ def _alone(name: str, rank: int, placement: Placement) -> Merged:
     if itemsize is None:  # bytes without elements
         entry = TensorEntry(entry.name, entry.dtype, (placement.nbytes,), placement.nbytes, entry.kind)
         itemsize = 1
-    box = tuple((0, size) for size in entry.shape)
-    return Merged(name, entry.dtype, entry.shape, itemsize, entry.shape, (Piece(rank, placement.offset, entry, box),))
+    piece = Piece(rank, placement.offset, entry, whole(entry.shape))
+    return Merged(name, entry.dtype, entry.shape, itemsize, entry.shape, (piece,))
 
 
 def _itemsize(saved: Sequence[tuple[int, Placement]]) -> int | None:
@@ -174,42 +172,3 @@ def _itemsize(saved: Sequence[tuple[int, Placement]]) -> int | None:
         return 1
     size, rest = sizes.pop()
     return size if not sizes and not rest and size else None
-
-
-def _tiling(boxes: Sequence[Box], grid: tuple[int, ...]) -> str:
-    """Why `boxes` do not cover `grid` exactly once; empty when they do."""
-    for box in boxes:
-        if any(not 0 <= start <= stop <= size for (start, stop), size in zip(box, grid, strict=True)):
-            return f"the range {_said(box)} is outside of it"
-    volume = sum(prod(stop - start for start, stop in box) for box in boxes)
-    if volume < prod(grid):
-        return f"only {volume} of its {prod(grid)} elements were saved"
-    if _is_grid(boxes):
-        return "" if volume == prod(grid) else "its ranges overlap"
-    ordered = sorted(boxes)
-    for number, box in enumerate(ordered):
-        for other in ordered[number + 1 :]:
-            if box and other[0][0] >= box[0][1]:
-                break  # sorted by the first dimension: nothing further on overlaps
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                return f"the ranges {_said(box)} and {_said(other)} overlap"
-    return ""
-
-
-def _is_grid(boxes: Sequence[Box]) -> bool:
-    """The boxes are all combinations of disjoint intervals of each dimension: the usual case, and quick to see."""
-    count = 1
-    for axis in zip(*boxes, strict=True):
-        intervals = sorted(set(axis))
-        if any(left[1] > right[0] for left, right in pairwise(intervals)):
-            return False
-        count *= len(intervals)
-    return count == len(boxes)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return prod(shape)
-
-
-def _said(box: Box) -> str:
-    return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
