@@ -1,0 +1,183 @@
+"""MindSpore's slice rule: which block of a tensor each device of a stage holds.
+
+The devices of a stage, numbered from 0, are laid out over `dev_matrix`, its last dimension counting fastest. An entry
+of `tensor_map` names the dimensions of that matrix, *counted from the right*, that cut one dimension of the tensor, the
+outermost first. What no entry names are the *replicas* of a part; the optimizer's sharding (`opt_weight_shard_size`)
+cuts dimension 0 of the part once more over them, in the order of their ranks: neighbouring ranks hold neighbouring
+pieces, and with fewer pieces than replicas they begin again.
+
+An embedding cut by hand has unequal parts of its rows (`split_shape`).
+
+Sources: `OperatorInfo::CreateGroupForOptShard`, `TensorLayout::GenerateOptShardSliceShape` and `_load_tensor_by_layout`
+of MindSpore 2.10; `tests/data/mindspore` holds what MindSpore itself cuts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, NoReturn
+
+from baftd.checkpoint.ranges import said
+from baftd.errors import LayoutError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baftd.checkpoint.ranges import Box
+
+__all__ = ["Cut", "coordinates"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a tensor is cut over the devices of a stage; the words are those of `TensorStrategy`.
+
+    shape: of the whole tensor; None where it is not known.
+    """
+
+    dev_matrix: tuple[int, ...]
+    tensor_map: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...] | None = None
+    split_shape: tuple[int, ...] = ()
+    field: int = 0
+    shard_size: int = 0
+    shard_step: int | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of the stage."""
+        return prod(self.dev_matrix)
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Into how many parts each dimension is cut, before the optimizer's sharding."""
+        return tuple(prod(self.dev_matrix[-1 - axis] for axis in axes) for axes in self.tensor_map)
+
+    @property
+    def replica_axes(self) -> tuple[int, ...]:
+        """Dimensions of `dev_matrix`, counted from the left, over which parts are repeated."""
+        used = {len(self.dev_matrix) - 1 - axis for axes in self.tensor_map for axis in axes}
+        return tuple(axis for axis in range(len(self.dev_matrix)) if axis not in used)
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold one part, before the optimizer's sharding."""
+        return prod(self.dev_matrix[axis] for axis in self.replica_axes)
+
+    @property
+    def shards(self) -> int:
+        """Pieces into which the optimizer's sharding cuts dimension 0 of a part."""
+        return self.replicas if self.shard_size == -1 else max(1, self.shard_size)
+
+    def whole_of(self, part: Sequence[int]) -> tuple[int, ...] | None:
+        """Shape of the whole tensor from the shape that one device holds; None where that does not tell it."""
+        if self.split_shape or self.field or len(part) != len(self.tensor_map):
+            return None
+        sizes = [size * parts for size, parts in zip(part, self.parts, strict=True)]
+        if sizes:
+            sizes[0] *= self.shards
+        return tuple(sizes)
+
+    def box(self, device: int, *, tensor: str, rank: int) -> Box:
+        """The block that a device holds. `tensor` and `rank` are named in errors.
+
+        Raises LayoutError where `problem` says something.
+        """
+        problem = self.problem()
+        if problem:
+            self._refuse(problem, tensor, rank)
+        shape = self._known()
+        at = coordinates(self.dev_matrix, device)
+        box = []
+        for dimension, (size, parts, axes) in enumerate(zip(shape, self.parts, self.tensor_map, strict=True)):
+            index = 0
+            for axis in axes:
+                index = index * self.dev_matrix[-1 - axis] + at[-1 - axis]
+            if dimension == 0 and self.split_shape:
+                start = sum(self.split_shape[:index])
+                box.append((start, start + self.split_shape[index]))
+                continue
+            box.append((index * (size // parts), (index + 1) * (size // parts)))
+        if self.shards == 1:
+            return tuple(box)
+        replica = 0
+        for axis in self.replica_axes:
+            replica = replica * self.dev_matrix[axis] + at[axis]
+        start, stop = box[0]
+        rows = (stop - start) // self.shards
+        start += replica % self.shards * rows
+        box[0] = (start, start + rows)
+        return tuple(box)
+
+    def boxes(self, *, tensor: str, rank: int) -> tuple[Box, ...]:
+        """The block of each device of the stage whose first rank is `rank`. Raises LayoutError as `box` does."""
+        return tuple(self.box(device, tensor=tensor, rank=rank + device) for device in range(self.devices))
+
+    def problem(self) -> str:
+        """Why the tensor cannot be cut so; empty if it can."""
+        if self.shape is None:
+            return "its whole shape is not known"
+        if len(self.shape) != len(self.tensor_map):
+            return f"tensor_map {_said(self.tensor_map)} does not fit its shape {self.shape}"
+        if self.field:
+            return f"it is cut within each of {self.field} fields, which is not supported"
+        for dimension, (size, parts) in enumerate(zip(self.shape, self.parts, strict=True)):
+            if dimension == 0 and self.split_shape:
+                if len(self.split_shape) != parts:
+                    return f"{len(self.split_shape)} parts of its rows are given for {parts} devices"
+                if sum(self.split_shape) != size:
+                    return f"the parts of its rows have {sum(self.split_shape)} rows together, its shape {size}"
+            elif size % parts:
+                return f"dimension {dimension} of its shape {self.shape} cannot be cut into {parts} equal parts"
+        return self._shard_problem()
+
+    def _shard_problem(self) -> str:
+        """Why the optimizer's sharding cannot be as it is said to be."""
+        shape = self._known()
+        if self.shards == 1:
+            return ""
+        if self.replicas % self.shards:
+            return f"{self.replicas} replicas cannot be sharded by {self.shards} (opt_weight_shard_size)"
+        if not shape:
+            return "it has no dimension that the optimizer's sharding could cut"
+        if self.split_shape:
+            return "its rows are cut by hand and by the optimizer's sharding, which is not supported"
+        rows = shape[0] // self.parts[0]
+        if rows % self.shards:
+            return f"{rows} rows of a part cannot be sharded by {self.shards} (opt_weight_shard_size)"
+        if self.shard_step is not None:
+            step = self._step()
+            if step != self.shard_step:
+                return f"its replicas are {step} ranks apart, opt_weight_shard_step says {self.shard_step}"
+        return ""
+
+    def _step(self) -> int:
+        """Distance of the ranks that hold neighbouring pieces, as MindSpore works it out: the average, rounded down."""
+        strides = [prod(self.dev_matrix[axis + 1 :]) for axis in range(len(self.dev_matrix))]
+        span = sum((self.dev_matrix[axis] - 1) * strides[axis] for axis in self.replica_axes)
+        return span // (self.replicas - 1)
+
+    def _known(self) -> tuple[int, ...]:
+        assert self.shape is not None
+        return self.shape
+
+    def _refuse(self, problem: str, tensor: str, rank: int) -> NoReturn:
+        ranges = "" if self.shape is None else said(tuple((0, size) for size in self.shape))
+        whole = f" {ranges}" if ranges else ""
+        message = f"tensor {tensor!r}{whole} cannot be cut for rank {rank} over dev_matrix {list(self.dev_matrix)}"
+        raise LayoutError(f"{message}: {problem}.", tensor=tensor, rank=rank, ranges=ranges)
+
+
+def coordinates(dev_matrix: Sequence[int], device: int) -> tuple[int, ...]:
+    """Where a device stands in the matrix, from the left."""
+    found = []
+    for size in reversed(dev_matrix):
+        device, at = divmod(device, size)
+        found.append(at)
+    return tuple(reversed(found))
+
+
+def _said(tensor_map: tuple[tuple[int, ...], ...]) -> str:
+    """A tensor map as MindSpore writes it."""
+    return str([list(axes) if len(axes) > 1 else axes[0] if axes else -1 for axes in tensor_map])
