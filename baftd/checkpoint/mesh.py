@@ -165,7 +165,7 @@ class ParallelDescription:
                 f"pipeline stage ({self._words()}).",
                 hint="ep must divide dp * cp (times tp, where etp is smaller).",
             )
-        if self.dense.groups("pp") != self.expert.groups("pp"):
+        if self.has_experts and self.dense.groups("pp") != self.expert.groups("pp"):
             raise UsageError(
                 f"parallel description: with order {self.order!r} expert and dense layers would lie in different "
                 f"pipelines ({self._words()}, ep {self.ep}, etp {self.expert_tp}).",
@@ -223,6 +223,11 @@ class ParallelDescription:
         return self.tp if self.etp is None else self.etp
 
     @property
+    def has_experts(self) -> bool:
+        """Whether expert layers lie otherwise than dense ones."""
+        return self.ep > 1 or self.expert_tp != self.tp
+
+    @property
     def edp(self) -> int:
         """Data parallel degree of expert layers."""
         return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
@@ -251,7 +256,7 @@ class ParallelDescription:
     def coordinates(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank: tp, cp, dp, pp, and ep, etp, edp where there is expert parallelism."""
         found = self.dense.coordinates(rank)
-        if self.ep > 1 or self.expert_tp != self.tp:
+        if self.has_experts:
             found |= self.expert.coordinates(rank)
         return found
 
