@@ -120,11 +120,19 @@ class JobCoordinator(DurableCommits):
         step: int | None = None,
         at_most: int | None = None,
         fresh: bool = False,
+        reshard: bool = False,
         prefer: Mapping[int, str] | None = None,
     ) -> RestorePlan:
         """What a start of the job would go on from. Changes nothing. See `plan_restore` for arguments and errors."""
         return plan_restore(
-            self.history, inventories, world=world, step=step, at_most=at_most, fresh=fresh, prefer=prefer
+            self.history,
+            inventories,
+            world=world,
+            step=step,
+            at_most=at_most,
+            fresh=fresh,
+            reshard=reshard,
+            prefer=prefer,
         )
 
     def open_epoch(

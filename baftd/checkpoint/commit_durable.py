@@ -218,7 +218,7 @@ class DurableCommits(MemoryCommits):
         if committed is not None and committed == self._durable:
             return self._finished()
         if committed is None or committed.epoch != self.history.epoch or not self.policy.durable or self._gave_up:
-            return Ready((), (Finished(committed, "memory"),))
+            return Ready((), (Finished(committed or self.view.restored, "memory"),))
         self._wanted = committed.step
         return Ready((), (Publish(self.view),)) if self._decide(now) else Ready()
 

@@ -245,12 +245,17 @@ class MemoryCommits:
         return Ready(records, (*announce, answer, *self._news(announce)))
 
     def restored(self, restored: RestoredRank, now: float) -> Ready[CoordinatorInstruction]:
-        """A rank has loaded what the head epoch began from. When all have, that checkpoint is whole in memory again."""
+        """A rank has loaded what the head epoch began from. When all have, that checkpoint is whole in memory again.
+
+        Not so where it was saved by another world: the ranks of this one are not those whose shards it is made of. It
+        stays what the epoch began from, pinned everywhere, until the epoch commits a step of its own."""
         head = self.history.head
         refusal = self._admit(restored, restored.token, restored.rank, None)
         announce: list[CoordinatorInstruction] = []
         if refusal is None and (head is None or head.parent != restored.checkpoint):
             refusal = (Verdict.REFUSED, f"epoch {restored.token.epoch} does not begin from {restored.checkpoint}")
+        if refusal is None and not self.history.same_world:
+            refusal = (Verdict.REFUSED, f"{restored.checkpoint} was saved by another world")
         verdict, detail = refusal or (Verdict.PENDING, "")
         if refusal is None and self._committed is not None:
             verdict = Verdict.COMMITTED

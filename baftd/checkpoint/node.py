@@ -247,13 +247,18 @@ class NodeJob(NodeReports):
 
     # ------------------------------------------------------------ restore
 
-    def receive(self, rank: int, fitting: Collection[int] | None = None) -> Ready[NodeInstruction]:
+    def receive(
+        self, rank: int, fitting: Collection[int] | None = None, *, made: Collection[int] = ()
+    ) -> Ready[NodeInstruction]:
         """A slot is needed for a shard to be fetched: `ReceiveSlot`, or `RefuseGrant` (to `DAEMON`).
 
-        `fitting`: indices of the slots that are large enough; None: all are.
+        `fitting`: indices of the slots that are large enough; None: all are. `made`: slots just made for it. The rank
+        need not be one of the running start: all that saved the checkpoint are fetched.
         """
         out = Out()
         table = self._table(rank)
+        if made:
+            table.lay({*made, *(slot.index for slot in table if not slot.retired)})
         slot = self._choose(table, fitting)
         if self.token is None:
             return out.ready()
@@ -300,12 +305,14 @@ class NodeJob(NodeReports):
         return self._settle(out)
 
     def restored(self, rank: int, token: Token) -> Ready[NodeInstruction]:
-        """The process of this rank has loaded what its epoch begins from, out of a slot of this node."""
+        """The process of this rank has loaded what its epoch begins from, out of a slot of this node.
+
+        Nothing follows where another world saved it: see `MemoryCommits.restored`."""
         out = Out()
         head = self.history.head
         if head is None or head.token != token or head.parent is None:
             return out.ready()
-        if self.holding(rank, head.parent) is None:
+        if not self.history.same_world or self.holding(rank, head.parent) is None:
             return out.ready()
         self._restored[rank] = (head.parent, False)
         if self._online:

@@ -12,8 +12,17 @@ from dataclasses import dataclass, field
 from baftd.checkpoint.facts import JobView, Ready, Record, ShardFacts, Writer
 from baftd.checkpoint.history import History
 from baftd.checkpoint.identity import CheckpointId, Token
-from baftd.checkpoint.orders import FenceWriter, FreeSlot, GrantSlot, NodeInstruction, Refuse, RefuseGrant, RemoveSlot
-from baftd.checkpoint.slots import DAEMON, Fate, Slot, SlotState, SlotTable, slot_record
+from baftd.checkpoint.orders import (
+    FenceWriter,
+    FreeSlot,
+    GrantSlot,
+    NodeInstruction,
+    Refuse,
+    RefuseGrant,
+    RemoveRank,
+    RemoveSlot,
+)
+from baftd.checkpoint.slots import DAEMON, Fate, Reason, Slot, SlotState, SlotTable, slot_record
 
 __all__ = ["Client", "NodeSlots", "Out"]
 
@@ -174,18 +183,41 @@ class NodeSlots:
         """Free what nobody can want, and grant what can be granted."""
         history, view, verified, empty = self.history, self._view, SlotState.VERIFIED, SlotState.FREE
         for rank, table in self.tables.items():
+            beyond = self._is_beyond(rank)
             for slot in list(table.slots.values()):
+                slot.retired = slot.retired or beyond
                 if slot.state is verified and slot.shard is not None and view is not None:
                     if not slot.dead and table.judge(slot.shard, slot, history, view).fate is Fate.FREE:
                         slot.dead = True
-                    if slot.dead and not self._holds and table.fate(slot, history, view) is Fate.FREE:
+                    if not self._holds and self._may_go(table, slot, view):
                         self._clear(rank, slot, out)
                 if slot.retired and slot.state is empty:
                     table.remove(slot.index)
                     out.announce.append(RemoveSlot(rank, slot.index))
+            if beyond and not table.slots and not table.gone:
+                table.gone = True
+                out.announce.append(RemoveRank(rank))
         for rank, client in self._clients.items():
             self._offer(rank, client, out)
         return out.ready()
+
+    def _is_beyond(self, rank: int) -> bool:
+        """Whether the running start has no such rank: it was saved by more ranks than it has now. Its slots are granted
+        no more, and go as soon as nothing in them is wanted."""
+        head, view = self.history.head, self._view
+        return (
+            head is not None
+            and view is not None
+            and view.token == head.token
+            and rank >= head.world
+            and rank not in self._clients
+        )
+
+    def _may_go(self, table: SlotTable, slot: Slot, view: JobView) -> bool:
+        """Whether verified content is given up. What may be overwritten at need is not kept in a slot that is granted
+        no more: the new layout needs its memory."""
+        reason = table.reason(slot, self.history, view)
+        return (slot.dead and reason.fate is Fate.FREE) or (slot.retired and reason is Reason.LEFT)
 
     def _offer(self, rank: int, client: Client, out: Out) -> None:
         """Grant one slot ahead of the one being filled; only a free one then, since rotating costs a snapshot."""

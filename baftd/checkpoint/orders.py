@@ -22,6 +22,7 @@ __all__ = [
     "ReceiveSlot",
     "Refuse",
     "RefuseGrant",
+    "RemoveRank",
     "RemoveSlot",
     "SendJoin",
     "SendPersistFailed",
@@ -160,6 +161,13 @@ class RemoveSlot:
 
 
 @dataclass(frozen=True)
+class RemoveRank:
+    """The running start has no such rank, and its last slot is gone: unlink what is left of it."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class Digest:
     """Compute the digests of the sealed content, then say `digested` or `digest_failed`."""
 
@@ -226,6 +234,7 @@ NodeInstruction: TypeAlias = (
     | Refuse
     | FreeSlot
     | RemoveSlot
+    | RemoveRank
     | Digest
     | ReceiveSlot
     | DropShard

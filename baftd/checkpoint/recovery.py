@@ -3,6 +3,9 @@
 Input is what nodes and durable directories say they hold (inventories) and the job's history. A checkpoint counts
 when each rank's shard lies somewhere verified, under one token and one world; the places may be of different tiers.
 For every newer step that is passed over the plan says why, in a sentence.
+
+A checkpoint that only has another world than the start is not passed over: an older one would be taken in silence, and
+the newer one lost. The start is refused, or with `reshard` takes it as it is.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ _MOST_REASONS = 20
 class RestorePlan:
     """Where each rank's shard comes from. `checkpoint` None: begin afresh at step 0.
 
+    `world`: ranks that saved the checkpoint, and `sources` has one of each; with `reshard` not those that start.
     `passed_over` has one sentence for each newer step that could not be used, newest first.
     """
 
@@ -69,15 +73,18 @@ def plan_restore(
     step: int | None = None,
     at_most: int | None = None,
     fresh: bool = False,
+    reshard: bool = False,
     prefer: Mapping[int, str] | None = None,
 ) -> RestorePlan:
     """Choose the checkpoint to go on from.
 
-    `world`: ranks of the new start; None takes each checkpoint's own. `step`: exactly this one; `at_most`: none
-    newer. `prefer`: the node each rank will run on, whose memory is taken first. `fresh`: begin at step 0.
+    `world`: ranks of the new start; None takes each checkpoint's own. `reshard`: the start may have another world than
+    the checkpoint. `step`: exactly this one; `at_most`: none newer. `prefer`: the node on which each rank's shard is
+    wanted, whose memory is taken first. `fresh`: begin at step 0.
 
     Raises `NothingRestorable` when the job has been further but nothing can be had, naming the highest step and what
-    is missing; `UsageError` for a `step` that is not on the line or arguments that contradict each other.
+    is missing; `UsageError` when the newest that can be had was saved by another world and `reshard` is not set, for a
+    `step` that is not on the line, or for arguments that contradict each other.
     """
     if fresh and (step is not None or at_most is not None):
         raise UsageError("fresh=True begins at step 0; it cannot be combined with a step.")
@@ -96,11 +103,13 @@ def plan_restore(
             continue
         if at_most is not None and checkpoint.step > at_most:
             continue
-        chosen = _judge(history, checkpoint, found[checkpoint], world, prefer or {})
+        chosen = _judge(history, checkpoint, found[checkpoint], prefer or {})
         if isinstance(chosen, str):
             reasons.append(f"step {checkpoint.step} (epoch {checkpoint.epoch}): {chosen}")
             continue
         first = chosen[0].shard
+        if world is not None and first.world != world and not reshard:
+            raise _other_world(checkpoint, first.world, world)
         return RestorePlan(
             checkpoint, first.token, first.updates, first.world, chosen, tuple(reasons[:_MOST_REASONS]), highest
         )
@@ -130,7 +139,6 @@ def _judge(
     history: History,
     checkpoint: CheckpointId,
     candidate: _Candidate,
-    world: int | None,
     prefer: Mapping[int, str],
 ) -> dict[int, Held] | str:
     """A source for every rank, or the reason why there is none."""
@@ -142,8 +150,6 @@ def _judge(
     epoch = history.find(checkpoint.epoch)
     if epoch is None:
         return f"nobody remembers epoch {checkpoint.epoch}, so it cannot be told whose shards these are"
-    if world is not None and epoch.world != world:
-        return f"saved by {epoch.world} ranks, and {world} are starting"
     chosen: dict[int, Held] = {}
     missing: list[int] = []
     bad = list(candidate.bad)
@@ -191,6 +197,16 @@ def _replicas_differ(shards: Sequence[ShardFacts]) -> tuple[int, int] | None:
             if before[0] != digest:
                 return before[1], shard.rank
     return None
+
+
+def _other_world(checkpoint: CheckpointId, saved: int, starting: int) -> UsageError:
+    """No `NothingRestorable`: it is there and whole, and who answers that error with fresh=True would lose it."""
+    who = "1 rank" if saved == 1 else f"{saved} ranks"
+    starts = "1 is starting" if starting == 1 else f"{starting} are starting"
+    return UsageError(
+        f"step {checkpoint.step} (epoch {checkpoint.epoch}) was saved by {who}, and {starts}.",
+        hint=f"resume(reshard=True) cuts it anew; else start {who}.",
+    )
 
 
 def _nothing(highest: int, step: int | None, at_most: int | None, reasons: Sequence[str]) -> str:

@@ -143,6 +143,8 @@ class SlotTable:
     slots: dict[int, Slot] = field(default_factory=dict)
     removed: dict[int, int] = field(default_factory=dict)
     """Generations of slots that are gone: one made anew goes on from there, or a late message would fit it."""
+    gone: bool = False
+    """The rank is none of the running start's, its slots are removed, and the daemon was told so."""
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self.slots.values())
@@ -152,6 +154,7 @@ class SlotTable:
     def lay(self, indices: Iterable[int]) -> list[Slot]:
         """Use exactly the slots `indices` from now on: new ones are made, others retire. Returns those retired now."""
         wanted = set(indices)
+        self.gone = False
         for index in sorted(wanted - set(self.slots)):
             self.slots[index] = Slot(index, self.removed.pop(index, 0))
         retired = []

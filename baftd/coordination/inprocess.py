@@ -177,11 +177,14 @@ class InProcessCoordinator:
         step: int | None = None,
         at_most: int | None = None,
         fresh: bool = False,
+        reshard: bool = False,
         prefer: Mapping[int, str] | None = None,
     ) -> RestorePlan:
         """See `Coordinator.plan`."""
         core = (await self._job(job)).core
-        return core.plan(inventories, world=world, step=step, at_most=at_most, fresh=fresh, prefer=prefer)
+        return core.plan(
+            inventories, world=world, step=step, at_most=at_most, fresh=fresh, reshard=reshard, prefer=prefer
+        )
 
     async def open_epoch(self, job: str, incarnation: str, plan: RestorePlan, *, world: int, expected: int) -> JobView:
         """See `Coordinator.open_epoch`."""

@@ -114,9 +114,12 @@ class Coordinator(Protocol):
         step: int | None = None,
         at_most: int | None = None,
         fresh: bool = False,
+        reshard: bool = False,
         prefer: Mapping[int, str] | None = None,
     ) -> RestorePlan:
-        """What a start of the job would go on from; changes nothing. Raises `NothingRestorable`, `UsageError`."""
+        """What a start of the job would go on from; changes nothing. Raises `NothingRestorable`, `UsageError`.
+
+        `reshard`: also from what another world has saved; without it such a checkpoint is an error."""
         ...
 
     async def open_epoch(self, job: str, incarnation: str, plan: RestorePlan, *, world: int, expected: int) -> JobView:

@@ -128,7 +128,7 @@ class Inspector:
                     committed[tier] = newest.step
         held = job.training.held_ms
         known = {client.rank: client for client in self._clients.of_job(job.name)}
-        ranks = sorted({*known, *job.core.tables})
+        ranks = sorted({*known, *(rank for rank, table in job.core.tables.items() if table.slots)})
         statuses: list[ClientStatus] = []
         for rank in ranks:
             client = known.get(rank)

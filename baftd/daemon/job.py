@@ -13,7 +13,17 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from baftd.checkpoint.facts import EpochFacts, JobView, Ready, Record, ShardFacts, Writer, checkpoint_from, is_lasting
+from baftd.checkpoint.facts import (
+    EpochFacts,
+    JobView,
+    Ready,
+    Record,
+    ShardFacts,
+    Writer,
+    checkpoint_from,
+    is_lasting,
+    token_from,
+)
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.node import NodeJob
 from baftd.checkpoint.orders import (
@@ -27,6 +37,7 @@ from baftd.checkpoint.orders import (
     ReceiveSlot,
     Refuse,
     RefuseGrant,
+    RemoveRank,
     RemoveSlot,
     SendJoin,
     SendPersistFailed,
@@ -47,6 +58,7 @@ from baftd.errors import BaftError, Degraded, FormatError, Unreachable
 from baftd.memory.arena import JobArena
 from baftd.memory.journal import Journal
 from baftd.memory.manifest import NodeManifest
+from baftd.memory.processes import lock_holder
 from baftd.telemetry.counters import JOB_COUNTERS, Counters
 from baftd.wire.messages import (
     Cadence,
@@ -271,6 +283,8 @@ class JobOnNode:
                 self.log.warning("slot_not_freed", rank=order.rank, slot=order.slot, why=str(error))
         elif isinstance(order, RemoveSlot):
             self.files.remove(order.rank, order.slot)
+        elif isinstance(order, RemoveRank):
+            self.tidy()
         elif isinstance(order, Digest):
             task = self.context.tasks.start(self._digest(order), f"digest of {self.name} rank {order.rank}")
             self._digests.add(task)
@@ -446,6 +460,25 @@ class JobOnNode:
         table = self.core.tables.get(rank)
         return {slot.index for slot in table or () if slot.state is SlotState.FILLING and slot.writer != writer}
 
+    def restored_slots(self) -> dict[tuple[int, int], int]:
+        """Bytes of each slot that holds what this start began from and will go when it has committed a step: those of
+        ranks that it does not have, of layouts that it does not use, and of ranks that have not laid out theirs."""
+        view, head = self.view, self.core.history.head
+        if view is None or view.restored is None or head is None:
+            return {}
+        return {
+            (rank, slot.index): self.files.get(rank, slot.index).size
+            for rank, table in self.core.tables.items()
+            for slot in table.contents()
+            if slot.shard is not None and slot.shard.checkpoint == view.restored
+            if slot.retired or rank >= head.world or not self.declared(rank)
+        }
+
+    def declared(self, rank: int) -> bool:
+        """Whether the rank's process of this start has laid out its slots."""
+        record = self.layouts.get(rank)
+        return record is not None and token_from(record["token"]) == self.token
+
     def adopted(self, writer: Writer) -> None:
         """A process that held a slot when the daemon started has come back: it is watched as a client now."""
         orphan = self.orphans.pop(writer, None)
@@ -465,6 +498,25 @@ class JobOnNode:
         writer = self.writer_of(client)
         headers = self.files.headers(self.core.granted_to(writer))
         self.apply(self.core.writer_dead(writer, headers))
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove what is left of ranks that the running start does not have: control page, lock, declared layout. A
+        rank of which a slot is left, or a process that may still want something, keeps them until that ends."""
+        head = self.core.history.head
+        if head is None or self.closed:
+            return
+        known = {client.rank for client in self.clients.of_job(self.name)}
+        kept = {rank for rank, table in self.core.tables.items() if table.slots}
+        kept |= {c.rank for c in self.clients.of_job(self.name) if c.alive and c.state not in ("finished", "left")}
+        for rank in self.arena.ranks():
+            if rank < head.world or rank in kept:
+                continue
+            if rank not in known and lock_holder(self.arena.lock_path(rank)) is not None:
+                continue  # it lived through a restart of the daemon, and will say hello
+            self.layouts.pop(rank, None)
+            self.arena.remove_rank(rank)
+            self.log.info("rank_removed", rank=rank, why=f"the running start has {head.world} ranks")
 
     def sealed_shard(self, checkpoint: CheckpointId, rank: int) -> ShardFacts | None:
         """The shard of a rank that this node holds verified, if it does."""

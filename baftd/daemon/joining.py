@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from baftd import __version__
 from baftd.checkpoint.facts import EpochFacts, Inventory
-from baftd.checkpoint.history import BadSource
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.recovery import name_ranks
 from baftd.daemon.clients import Client, ClientTable
@@ -172,7 +171,14 @@ class Joining:
             raise UsageError(f"{client} of job {job.name} trains already: it cannot resume.")
         now = self._context.clock()
         job.rendezvous.hello(client.rank, client.world, client.incarnation, client.pid, client.pid_start, now)
-        job.rendezvous.resume(client.incarnation, client.rank, fresh=message.fresh, takeover=message.takeover, now=now)
+        job.rendezvous.resume(
+            client.incarnation,
+            client.rank,
+            fresh=message.fresh,
+            takeover=message.takeover,
+            reshard=message.reshard,
+            now=now,
+        )
         client.state = "joining"
         self.check(job)
 
@@ -257,14 +263,16 @@ class Joining:
     async def _restore_now(self, job: JobOnNode, completed: Completed) -> None:
         started = self._context.clock()
         self._drop_loading(job)
-        token, plan = await self._restorer.open(job, completed.incarnation, completed.world, fresh=completed.fresh)
+        world, reshard = completed.world, completed.reshard
+        token, plan = await self._restorer.open(
+            job, completed.incarnation, world, fresh=completed.fresh, reshard=reshard
+        )
         self._drop_dead(job, completed.incarnation)
-        world = completed.world
 
         def told(what: str, done: int, total: int) -> None:
             self._context.loop_call(self._say_progress, job, completed.incarnation, what, done, total, started)
 
-        brought = await self._restorer.bring(job, token, plan, world, told)
+        brought = await self._restorer.bring(job, token, plan, world, told, reshard=reshard)
         seconds = self._context.clock() - started
         loading = _Loading(token, world, brought)
         loading.timer = asyncio.get_running_loop().call_later(LOAD_TIMEOUT, self._too_slow, job, loading)
@@ -274,7 +282,8 @@ class Joining:
         job.rendezvous.close(completed.incarnation)
         job.log.info(
             "restore_plan", step=brought.plan.step, epoch=token.epoch, seconds=round(seconds, 3),
-            lost_steps=brought.plan.lost_steps, passed_over=list(brought.passed_over),
+            lost_steps=brought.plan.lost_steps, passed_over=list(brought.passed_over), world=world,
+            saved_by=len(brought.images), reshard=reshard,
         )  # fmt: skip
         for client in self._members(job, completed.incarnation):
             self._announce_to(job, client, brought, seconds)
@@ -293,7 +302,6 @@ class Joining:
         if asked is None:
             return
         plan = brought.plan
-        held = plan.sources.get(client.rank)
         client.state = "restoring"
         reply = ResumePlan(
             id=asked,
@@ -301,11 +309,13 @@ class Joining:
             step=plan.step,
             updates=plan.updates,
             epoch=plan.checkpoint.epoch if plan.checkpoint else 0,
-            source=brought.images.get(client.rank),
-            tier=held.source.tier if held else None,
+            source=brought.images.get(client.rank) if plan.world == client.world else None,
+            tier=brought.tier(client.rank),
             passed_over=[text[:4000] for text in brought.passed_over],
             durable=self._context.tier is not None,
             seconds=seconds,
+            world=plan.world if plan.checkpoint else 0,
+            shards=brought.shards(),
         )
         self._context.server.send(client.peer, reply)
 
@@ -359,26 +369,21 @@ class Joining:
         job.log.info("restored", epoch=loading.token.epoch, step=loading.brought.plan.step if loading.brought else None)
 
     async def _cannot_load(self, job: JobOnNode, client: Client, loading: _Loading, reason: str) -> None:
-        """One rank failed: all ranks stop. Its image is read once more; only bytes that are wrong are quarantined."""
+        """One rank failed: all ranks stop. What it was given is read once more; only bytes that are wrong are
+        quarantined."""
         error = BaftError(
             f"job {job.name}: rank {client.rank} (pid {client.pid} on node {self._context.node}) could not load "
             f"what it was given: {reason}",
         )
-        brought = loading.brought
-        held = brought.plan.sources.get(client.rank) if brought else None
-        image = brought.images.get(client.rank) if brought else None
-        if brought is not None and brought.plan.checkpoint is not None and held is not None and image is not None:
-            slot = int(image.path.rsplit("-", 1)[1])
-            workers = self._context.workers
-            try:
-                await workers.urgent(job.files.verify, client.rank, slot, workers.cancel)
-            except (BaftError, OSError) as damage:
-                bad = BadSource(brought.plan.checkpoint, client.rank, held.source.tier, held.source.node, str(damage))
-                job.counters.add("quarantined")
-                await self._context.coordinator.source_failed(job.name, loading.token, bad)
-                job.apply(job.core.damaged(client.rank, brought.plan.checkpoint, str(damage)))
-                error.hint = "Its bytes were damaged; the next start goes on from an older step."
-        job.log.error("load_failed", rank=client.rank, why=reason)
+        damaged: list[int] = []
+        for bad in await self._restorer.check_again(job, loading.brought, client.rank) if loading.brought else ():
+            job.counters.add("quarantined")
+            await self._context.coordinator.source_failed(job.name, loading.token, bad)
+            job.apply(job.core.damaged(bad.rank, bad.checkpoint, bad.reason))
+            damaged.append(bad.rank)
+        if damaged:
+            error.hint = f"The bytes of {name_ranks(damaged)} were damaged; the next start goes on from an older step."
+        job.log.error("load_failed", rank=client.rank, damaged=damaged, why=reason)
         self._stop_loading(job, loading, error)
 
     def _stop_loading(self, job: JobOnNode, loading: _Loading, error: BaftError) -> None:

@@ -79,14 +79,14 @@ class Operator:
                 )
             if not message.dry_run:
                 incarnation = secrets.token_hex(16)
-                token, plan = await self._restorer.open(job, incarnation, plan.world, fresh=False, plan=plan)
+                token, plan = await self._restorer.open(job, incarnation, plan.world, plan=plan)
         if token is not None:
 
             def told(what: str, done: int, total: int) -> None:
                 progress = Progress(id=message.id, what=what, done=done, total=total)
                 self._context.loop_call(self._context.server.send, peer, progress)
 
-            brought = await self._restorer.bring(job, token, plan, plan.world, told)
+            brought = await self._restorer.bring(job, token, plan, None, told)
             plan, passed_over = brought.plan, brought.passed_over
         reply = RestoreReply(
             id=message.id,

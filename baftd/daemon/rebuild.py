@@ -77,6 +77,7 @@ async def open_job(context: Context, clients: ClientTable, name: str) -> JobOnNo
     job.apply(core.joined(joined.view))
     for writer in core.writers():
         _watch_orphan(job, writer)
+    job.tidy()
     if headers or records:
         os.utime(arena.journal_path, (changed, changed))  # to be taken up is no use of the job: its retention runs on
         held = sum(1 for table in core.tables.values() for _ in table.contents())
@@ -110,12 +111,14 @@ def _is_sane(record: Record) -> bool:
     try:
         if kind == "layout":
             int(record["rank"]), int(record["world"]), bytes(record["tree"]), [int(slot) for slot in record["slots"]]
+            [int(stage) for stage in record.get("stages", ())]
+            {str(axis): int(place) for axis, place in record.get("axes", {}).items()}
             return isinstance(record["token"], list)
         if kind in ("grant", "verified", "free"):
             rebuild_table(NodeJob.table_class(int(record["rank"])), [record], {})
         elif kind == "epoch":
             EpochFacts.from_record(record)
-    except (BaftError, KeyError, TypeError, ValueError):
+    except (BaftError, KeyError, TypeError, ValueError, AttributeError):
         return False
     return isinstance(kind, str)
 

@@ -97,6 +97,7 @@ class Member:
     resumed: bool = False
     fresh: bool = False
     takeover: bool = False
+    reshard: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class Completed:
     ranks: tuple[int, ...]
     fresh: bool
     takeover: bool
+    reshard: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,13 +205,16 @@ class Rendezvous:
         if known is None:
             gathering.members[rank] = Member(rank, pid, pid_start)
 
-    def resume(self, incarnation: str, rank: int, *, fresh: bool, takeover: bool, now: float) -> None:
-        """The rank asks for the restore plan; repeated asking changes nothing."""
+    def resume(
+        self, incarnation: str, rank: int, *, fresh: bool, takeover: bool, now: float, reshard: bool = False
+    ) -> None:
+        """The rank asks for the restore plan; repeated asking changes nothing. One rank that says `fresh`, `takeover`
+        or `reshard` says it for the whole start."""
         gathering = self._gatherings.get(incarnation)
         member = gathering.members.get(rank) if gathering else None
         if gathering is None or member is None:
             raise RankError(f"job {self.job}: rank {rank} asked to resume before it said hello.")
-        member.resumed, member.fresh, member.takeover = True, fresh, takeover
+        member.resumed, member.fresh, member.takeover, member.reshard = True, fresh, takeover, reshard
         if gathering.first_resume is None:
             gathering.first_resume = now
 
@@ -300,6 +305,7 @@ class Rendezvous:
                     ranks=tuple(sorted(gathering.members)),
                     fresh=any(member.fresh for member in members),
                     takeover=takeover,
+                    reshard=any(member.reshard for member in members),
                 )
             ]
         if gathering.blocked_since is None:

@@ -3,6 +3,8 @@
 The order matters: the epoch is opened (which fences every older start) before any shard is fetched; a shard that then
 turns out to be bad is quarantined, the plan is made again, and the epoch gets an older parent. Only when every rank's
 image lies verified in a slot of its node is the plan announced.
+
+A start that may reshard reads from all ranks that saved: the images of ranks that it does not have are brought as well.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baftd.checkpoint.facts import EpochFacts, Held, Inventory, ShardFacts, Source
+from baftd.checkpoint.facts import EpochFacts, Held, Inventory, ShardFacts, Source, Tier
 from baftd.checkpoint.history import BadSource
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.orders import ReceiveSlot, RefuseGrant
@@ -20,17 +22,19 @@ from baftd.checkpoint.shard import small_room_for
 from baftd.daemon.context import Context
 from baftd.daemon.digesting import NO_PLACE, shard_of_fetch
 from baftd.daemon.job import JobOnNode
-from baftd.errors import BaftError, Fenced, FormatError, NoRoom, UsageError, VerificationFailed
+from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, UsageError, VerificationFailed
 from baftd.memory import preflight
 from baftd.memory.header import SlotHeader, SlotState
 from baftd.memory.slot_file import IMAGE_OFFSET, file_size
 from baftd.storage.interface import DurableCheckpoint, FileSink
-from baftd.wire.messages import SlotImage
+from baftd.wire.messages import RankImage, SlotImage
 
 __all__ = ["Brought", "Restorer", "durable_inventory", "read_durable"]
 
 Told = Callable[[str, int, int], None]
 """(what is being done, bytes done, bytes in all)"""
+
+_FARTHEST_FIRST: tuple[Tier, ...] = ("durable", "peer", "memory")
 
 
 @dataclass(frozen=True)
@@ -40,8 +44,25 @@ class Brought:
     token: Token
     plan: RestorePlan
     images: dict[int, SlotImage] = field(default_factory=dict)
-    """By rank, for the ranks asked for; empty when the job begins afresh."""
+    """By rank, of all ranks that saved; empty when the job begins afresh."""
     passed_over: tuple[str, ...] = ()
+    reshard: bool = False
+    """The start may have another world or layout: every rank is given all images."""
+
+    def shards(self) -> list[RankImage]:
+        """What every rank of a start that reshards is given."""
+        return [RankImage(rank, image) for rank, image in sorted(self.images.items())] if self.reshard else []
+
+    def tier(self, rank: int) -> Tier | None:
+        """Where a rank's state comes from: from the durable tier if any part of it does."""
+        held = self.plan.sources.values() if self.reshard else filter(None, [self.plan.sources.get(rank)])
+        tiers = {one.source.tier for one in held}
+        return next((tier for tier in _FARTHEST_FIRST if tier in tiers), None)
+
+
+def _capacity(held: Held) -> int:
+    """Of a slot for a shard that is fetched: in slots images have more room for small state than in files."""
+    return held.shard.image_length + small_room_for(1 << 19)
 
 
 async def read_durable(context: Context, job: str) -> Inventory | None:
@@ -129,30 +150,46 @@ class Restorer:
         step: int | None = None,
         at_most: int | None = None,
         fresh: bool = False,
+        reshard: bool = False,
     ) -> RestorePlan:
         """What a start of the job would go on from; changes nothing but what the coordinator has to learn anyway."""
         inventories = await self.inventories(job)
         for inventory in inventories:
             await self._context.coordinator.join(job.name, inventory)
-        prefer = dict.fromkeys(range(world or 0), self._context.node)
+        saved = {held.shard.rank for inventory in inventories for held in inventory.shards}
         return await self._context.coordinator.plan(
-            job.name, inventories, world=world, step=step, at_most=at_most, fresh=fresh, prefer=prefer
+            job.name,
+            inventories,
+            world=world,
+            step=step,
+            at_most=at_most,
+            fresh=fresh,
+            reshard=reshard,
+            prefer=dict.fromkeys(saved, self._context.node),
         )
 
     async def open(
-        self, job: JobOnNode, incarnation: str, world: int, *, fresh: bool, plan: RestorePlan | None = None
+        self,
+        job: JobOnNode,
+        incarnation: str,
+        world: int,
+        *,
+        fresh: bool = False,
+        reshard: bool = False,
+        plan: RestorePlan | None = None,
     ) -> tuple[Token, RestorePlan]:
         """Open the epoch of a start, or find the one that it has opened already.
 
-        Raises `NothingRestorable`, `EpochConflict`, `UsageError` for a start that has trained already.
+        Raises `NothingRestorable`, `EpochConflict`, `UsageError` for a start that has trained already, or whose world
+        is not that of the newest checkpoint (unless `reshard`).
         """
         with job.held():  # until the epoch pins what the plan has chosen
-            token, chosen = await self._open(job, incarnation, world, fresh=fresh, plan=plan)
+            token, chosen = await self._open(job, incarnation, world, fresh, reshard, plan)
         await self._open_durable(job, token)
         return token, chosen
 
     async def _open(
-        self, job: JobOnNode, incarnation: str, world: int, *, fresh: bool, plan: RestorePlan | None
+        self, job: JobOnNode, incarnation: str, world: int, fresh: bool, reshard: bool, plan: RestorePlan | None
     ) -> tuple[Token, RestorePlan]:
         coordinator = self._context.coordinator
         history = await coordinator.history(job.name)
@@ -166,8 +203,8 @@ class Restorer:
                 )
             if head.parent is None:
                 return head.token, await self.plan(job, world=world, fresh=True)
-            return head.token, await self.plan(job, world=world, at_most=head.parent.step)
-        chosen = plan or await self.plan(job, world=world, fresh=fresh)
+            return head.token, await self.plan(job, world=world, at_most=head.parent.step, reshard=reshard)
+        chosen = plan or await self.plan(job, world=world, fresh=fresh, reshard=reshard)
         view = await coordinator.open_epoch(job.name, incarnation, chosen, world=world, expected=history.epoch)
         token = view.token
         if token is None or token.incarnation != incarnation:
@@ -188,27 +225,59 @@ class Restorer:
             job.log.warning("durable_not_fenced", why=str(error))
 
     async def bring(
-        self, job: JobOnNode, token: Token, plan: RestorePlan, world: int | None, told: Told = lambda *_: None
+        self,
+        job: JobOnNode,
+        token: Token,
+        plan: RestorePlan,
+        world: int | None,
+        told: Told = lambda *_: None,
+        *,
+        reshard: bool = False,
     ) -> Brought:
-        """Bring every rank's image into a slot, verified; walk back when one of them is bad.
+        """Bring the image of every rank that saved into a slot, verified; walk back when one of them is bad.
 
-        Raises `NothingRestorable` when nothing is left, `NoRoom`.
+        Raises `NothingRestorable` when nothing is left, `NoRoom`, `UsageError` when the next older checkpoint is one
+        of another world.
         """
         said: list[str] = list(plan.passed_over)
         while plan.checkpoint is not None:
             images, bad = await self._bring_all(job, plan, told)
             if not bad:
-                return Brought(token, plan, images, tuple(dict.fromkeys(said)))
+                return Brought(token, plan, images, tuple(dict.fromkeys(said)), reshard)
             for source in bad:
                 job.counters.add("quarantined")
                 job.log.error("bad_source", rank=source.rank, step=plan.step, tier=source.tier, why=source.reason)
                 await self._context.coordinator.source_failed(job.name, token, source)
                 if source.tier == "memory":
                     job.apply(job.core.damaged(source.rank, source.checkpoint, source.reason))
-            plan = await self.plan(job, world=world, at_most=plan.step)
+            plan = await self.plan(job, world=world, at_most=plan.step, reshard=reshard)
             said += plan.passed_over
             await self._context.coordinator.reparent(job.name, token, plan)
-        return Brought(token, plan, {}, tuple(dict.fromkeys(said)))
+        return Brought(token, plan, {}, tuple(dict.fromkeys(said)), reshard)
+
+    async def check_again(self, job: JobOnNode, brought: Brought, rank: int) -> list[BadSource]:
+        """What of all that a rank was given is not, on reading it once more, what it was when it was brought."""
+        checkpoint = brought.plan.checkpoint
+        given = brought.images if brought.reshard else {rank: brought.images[rank]} if rank in brought.images else {}
+        if checkpoint is None:
+            return []
+        workers = self._context.workers
+
+        async def check(owner: int, image: SlotImage) -> BadSource | None:
+            source = brought.plan.sources[owner].source
+            slot = int(image.path.rsplit("-", 1)[1])
+            try:
+                found = await workers.urgent(job.files.verify, owner, slot, workers.cancel)
+                if found.root_digest != image.digest:
+                    raise VerificationFailed(f"{image.path} does not hold the bytes that were brought there.")
+            except Degraded:  # the daemon ends: nothing was found out
+                return None
+            except (BaftError, OSError) as damage:
+                return BadSource(checkpoint, owner, source.tier, source.node, str(damage))
+            return None
+
+        found = await asyncio.gather(*(check(owner, image) for owner, image in sorted(given.items())))
+        return [bad for bad in found if bad is not None]
 
     async def _bring_all(
         self, job: JobOnNode, plan: RestorePlan, told: Told
@@ -221,6 +290,7 @@ class Restorer:
             done[rank] = count
             told(f"step {plan.step}", sum(done.values()), total)
 
+        await self._check_room(job, plan)
         ranks = sorted(plan.sources)
         results = await asyncio.gather(
             *(self._bring_one(job, rank, plan.sources[rank], progress) for rank in ranks), return_exceptions=True
@@ -236,6 +306,36 @@ class Restorer:
             else:
                 bad.append(BadSource(plan.checkpoint, rank, source.tier, source.node, str(result)))
         return images, bad
+
+    async def _check_room(self, job: JobOnNode, plan: RestorePlan) -> None:
+        """Whether all that must be fetched fits, before the first byte is. Other jobs' slots make room if need be."""
+        held = fetched = 0
+        for rank, source in plan.sources.items():
+            known = job.core.holding(rank, source.shard.checkpoint)
+            if known is not None:
+                held += job.files.get(rank, known.index).size
+            elif not self._fitting(job, rank, _capacity(source)):
+                fetched += file_size(_capacity(source))
+        if not fetched:
+            return
+        settings = self._context.settings
+
+        def check() -> None:
+            preflight.check(settings.shm_dir, own=0, held=held, fetched=fetched, reserve=settings.memory_reserve)
+
+        async with self._context.provisioning:
+            try:
+                check()
+            except NoRoom as short:
+                make_room = self._context.make_room
+                if make_room is None or not await make_room(short.missing):
+                    raise
+                check()
+
+    def _fitting(self, job: JobOnNode, rank: int, capacity: int) -> list[int]:
+        """Slots of the rank that may be overwritten for a fetch and are large enough."""
+        rooms, table = job.files.find(rank), job.core.tables.get(rank)
+        return [slot.index for slot in table or () if not slot.retired and rooms.get(slot.index, 0) >= capacity]
 
     async def _bring_one(
         self, job: JobOnNode, rank: int, held: Held, progress: Callable[[int, int], None]
@@ -261,8 +361,7 @@ class Restorer:
     async def _fetch(self, job: JobOnNode, rank: int, held: Held, progress: Callable[[int, int], None]) -> SlotImage:
         """A durable shard into a slot, each chunk verified on the way."""
         workers = self._context.workers
-        # The image in a slot has more room for small state than the file: it is cut to its length there.
-        capacity = held.shard.image_length + small_room_for(1 << 19)
+        capacity = _capacity(held)
         async with self._context.provisioning:
             order = await self._receive(job, rank, capacity)
         try:
@@ -278,17 +377,15 @@ class Restorer:
     async def _receive(self, job: JobOnNode, rank: int, capacity: int) -> ReceiveSlot:
         """A slot that may be overwritten and is large enough; made if there is none."""
         for attempt in range(2):
-            rooms = job.files.find(rank)
-            table = job.core.tables.get(rank)
-            usable = [slot.index for slot in table or () if not slot.retired and rooms.get(slot.index, 0) >= capacity]
+            usable = self._fitting(job, rank, capacity)
+            made: list[int] = []
             if attempt or not usable:
                 slot = job.files.next_index(rank)
                 settings = self._context.settings
                 preflight.check(settings.shm_dir, own=file_size(capacity), reserve=settings.memory_reserve)
                 await self._context.workers.urgent(job.files.create, rank, slot, capacity)
-                usable = [slot]
-                job.apply(job.core.lay_slots(rank, [slot]))
-            ready = job.core.receive(rank, usable)
+                usable = made = [slot]
+            ready = job.core.receive(rank, usable, made=made)
             job.apply(ready)
             for order in ready.announce:
                 if isinstance(order, ReceiveSlot):

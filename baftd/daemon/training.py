@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from baftd.checkpoint.facts import Record, token_from, token_record
 from baftd.checkpoint.identity import Token
@@ -56,8 +57,16 @@ def to_entry(entry: Entry) -> TensorEntry:
     )
 
 
-def layout_record(client: Client, token: Token, layout: ImageLayout, slots: Iterable[int]) -> Record:
-    """The journal's record of a declared layout: what a daemon that was restarted needs to go on granting."""
+def layout_record(
+    client: Client,
+    token: Token,
+    layout: ImageLayout,
+    slots: Iterable[int],
+    stages: Iterable[int] = (),
+    coordinates: Mapping[str, int] = MappingProxyType({}),
+) -> Record:
+    """The journal's record of a declared layout: what a daemon that was restarted needs to go on granting, and to say
+    who holds what (the tensors stand in the headers of the slots' images)."""
     return {
         "k": "layout",
         "rank": client.rank,
@@ -67,6 +76,8 @@ def layout_record(client: Client, token: Token, layout: ImageLayout, slots: Iter
         "room": layout.small_room,
         "capacity": layout.capacity,
         "slots": list(slots),
+        "stages": list(stages),
+        "axes": dict(coordinates),
     }
 
 
@@ -112,16 +123,17 @@ class Trainer:
         job.files.layouts[layout.tree_digest] = layout
         async with self._context.provisioning:
             taken = job.granted_to_others(job.writer_of(client), client.rank)
+            order = (job, client.rank, layout, taken, job.restored_slots(), message.numa_node)
             try:
-                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
+                slots, fresh = await workers.urgent(self._lay_out, *order)
             except NoRoom as short:
                 make_room = self._context.make_room
                 need = short.missing or self._count() * file_size(layout.capacity)
                 if make_room is None or not await make_room(need):
                     raise
-                slots, fresh = await workers.urgent(self._lay_out, job, client.rank, layout, taken, message.numa_node)
+                slots, fresh = await workers.urgent(self._lay_out, *order)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
-        record = layout_record(client, token, layout, slots)
+        record = layout_record(client, token, layout, slots, message.stages, message.coordinates)
         job.remember_layout(client.rank, record)
         grants: list[Grant] = []
         writer = job.writer_of(client)
@@ -184,7 +196,13 @@ class Trainer:
         return slots if isinstance(slots, int) else (4 if self._context.tier is not None else 3)
 
     def _lay_out(
-        self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int], numa_node: int
+        self,
+        job: JobOnNode,
+        rank: int,
+        layout: ImageLayout,
+        taken: set[int],
+        restored: Mapping[tuple[int, int], int],
+        numa_node: int,
     ) -> tuple[list[int], list[int]]:
         """(slots of the layout, those of them whose pages are not touched yet). The first free one is touched."""
         settings, count = self._context.settings, self._count()
@@ -200,7 +218,8 @@ class Trainer:
         missing = count - len(slots)
         if missing:
             size = file_size(layout.capacity)
-            headroom = preflight.check(settings.shm_dir, own=missing * size, reserve=settings.memory_reserve)
+            held = sum(size for place, size in restored.items() if place not in {(rank, slot) for slot in slots})
+            headroom = preflight.check(settings.shm_dir, own=missing * size, reserve=settings.memory_reserve, held=held)
             for warning in headroom.warnings:
                 job.log.warning("memory", why=warning)
         fresh: list[int] = []

@@ -59,19 +59,26 @@ class Readings:
 
 @dataclass(frozen=True)
 class Sum:
-    """What is asked for: `own` slots, `others`: places for shards of other nodes, `reserve`: what must stay free."""
+    """What is asked for: `own` slots, `others`: places for shards of other nodes, `reserve`: what must stay free.
+    `held` and `fetched`: slots that are there already, and slots yet to be made, for the checkpoint that a start begins
+    from. They are needed until it commits a step of its own."""
 
     own: int
     others: int = 0
     reserve: int = 0
+    held: int = 0
+    fetched: int = 0
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.own + self.others + self.reserve
+        return self.own + self.others + self.reserve + self.held + self.fetched
 
     def __str__(self) -> str:
-        parts = f"own slots {_size(self.own)}"
+        old = f"slots of the restored step, until the first commit, {_size(self.held + self.fetched)}"
+        parts = f"own slots {_size(self.own)}" if self.own or not self.held + self.fetched else old
+        if self.own and self.held + self.fetched:
+            parts += f" + {old}"
         if self.others:
             parts += f" + places for other nodes {_size(self.others)}"
         if self.reserve:
@@ -89,15 +96,25 @@ class Headroom:
 
 
 def check(
-    shm_dir: str | os.PathLike[str], *, own: int, others: int = 0, reserve: int = 0, readings: Readings | None = None
+    shm_dir: str | os.PathLike[str],
+    *,
+    own: int,
+    others: int = 0,
+    reserve: int = 0,
+    held: int = 0,
+    fetched: int = 0,
+    readings: Readings | None = None,
 ) -> Headroom:
-    """Check that new slots of `own` bytes, `others` and `reserve` fit beside what is used already.
+    """Check that new slots of `own` bytes, `others`, `fetched` and `reserve` fit beside what is used already.
+
+    `held` bytes of what is used already are slots of the restored checkpoint: they count as needed and as available,
+    so that the sum shows both generations. See `Sum`.
 
     Raises NoRoom naming every limit that is too small, the sum and what to change.
     """
     found = readings if readings is not None else read(shm_dir)
-    need = Sum(own, others, reserve)
-    limits = _limits(found, need)
+    need = Sum(own, others, reserve, held, fetched)
+    limits = [(name, available + held, advice) for name, available, advice in _limits(found, need)]
     short = [(name, available, advice) for name, available, advice in limits if available < need.total]
     if short:
         what = "; ".join(f"{name}: {_size(available)} available" for name, available, _ in short)
@@ -108,12 +125,12 @@ def check(
             missing=need.total - min(available for _, available, _ in short),
         )
     name, available, _ = min(limits, key=lambda limit: limit[1])
-    return Headroom(available, name, tuple(_warnings(found, need)))
+    return Headroom(available - held, name, tuple(_warnings(found, need)))
 
 
 def _limits(found: Readings, need: Sum) -> list[tuple[str, int, str]]:
     """(name, available bytes, what to change) of every limit."""
-    want = _size(found.fs_total - found.fs_free + need.total, up=True)
+    want = _size(found.fs_total - found.fs_free - need.held + need.total, up=True)
     if found.fs_total <= DOCKER_SHM:
         enlarge = (
             f"{found.shm_dir} has the {_size(found.fs_total)} that containers get by default: start the container with "
@@ -131,7 +148,7 @@ def _limits(found: Readings, need: Sum) -> list[tuple[str, int, str]]:
         ),
     ]
     for group in found.cgroups:
-        wanted = _size(group.used - group.reclaimable + need.total, up=True)
+        wanted = _size(group.used - group.reclaimable - need.held + need.total, up=True)
         limits.append(
             (
                 f"memory limit of the daemon's cgroup {group.path}, {_size(group.limit)} in all",

@@ -173,10 +173,31 @@ def test_what_is_missing_is_named_with_its_rank_and_reason() -> None:
     )
 
 
-def test_a_checkpoint_of_another_world_or_an_unknown_epoch_is_no_candidate() -> None:
+def test_another_world_is_refused_and_resharded_only_when_asked() -> None:
+    history = begun()
+    history.open_epoch(token(2), world=4, parent=CheckpointId(1, 2), expected=1)
+    grown = [ShardFacts(token(2), rank, 4, 3, 3, b"tree", b"%d" % rank, 1) for rank in range(4)]
+    found = [memory(shard(1, 0, 2), shard(1, 1, 2), *grown)]
+    assert plan_restore(history, found, world=4).step == 3
+    # No silent way back to step 2, which has the right world.
+    with pytest.raises(UsageError, match=r"step 3 \(epoch 2\) was saved by 4 ranks, and 2 are starting") as caught:
+        plan_restore(history, found, world=2)
+    assert "resume(reshard=True)" in caught.value.hint
+    assert not isinstance(caught.value, NothingRestorable)
+    plan = plan_restore(history, found, world=2, reshard=True)
+    assert (plan.step, plan.world, sorted(plan.sources)) == (3, 4, [0, 1, 2, 3])
+    # Equal worlds need no leave, and what is damaged is passed over as ever, whoever saved it.
+    assert plan_restore(history, found, world=4, reshard=True) == plan_restore(history, found, world=4)
+    history.quarantine(CheckpointId(2, 3), "bits")
+    back = plan_restore(history, found, world=2)
+    assert (back.step, back.world) == (2, 2)
+    assert back.passed_over == ("step 3 (epoch 2): quarantined: bits",)
+    with pytest.raises(UsageError, match="was saved by 2 ranks, and 1 is starting"):
+        plan_restore(history, found, world=1)
+
+
+def test_a_checkpoint_of_an_unknown_epoch_is_no_candidate() -> None:
     whole = memory(shard(1, 0, 4), shard(1, 1, 4))
-    with pytest.raises(NothingRestorable, match="saved by 2 ranks, and 4 are starting"):
-        plan_restore(begun(), [whole], world=4)
     with pytest.raises(NothingRestorable, match="epoch 1"):
         plan_restore(History(), [whole])
 
