@@ -265,12 +265,21 @@ def runs(read: Read, wanted: Wanted) -> Iterator[Run]:
     length = wanted.itemsize
     if merged and merged[-1][1:] == (length, length):
         length *= merged.pop()[0]
+    last: Run | None = None
     for index in product(*(range(count) for count, _, _ in merged)):
         source_at, target_at = found.source_offset, found.target_offset
         for i, (_, source, target) in zip(index, merged, strict=True):
             source_at += i * source
             target_at += i * target
-        yield Run(source_at, target_at, length)
+        # Of an entry in another memory order, two may meet where an outer dimension goes on.
+        if last is not None and (last.source + last.nbytes, last.target + last.nbytes) == (source_at, target_at):
+            last = Run(last.source, last.target, last.nbytes + length)
+            continue
+        if last is not None:
+            yield last
+        last = Run(source_at, target_at, length)
+    if last is not None:
+        yield last
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
