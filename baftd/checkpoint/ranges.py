@@ -15,6 +15,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from baftd.errors import LayoutError
+
 __all__ = [
     "Arrangement",
     "Box",
@@ -37,8 +39,10 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 
-_PAIRS_AT_ONCE = 1 << 22
+_PAIRS_AT_ONCE = 1 << 20
 """Candidate pairs looked at in one go: bounds the memory that finding overlaps takes."""
+MAX_OVERLAPS = 1 << 22
+"""Pairs of ranges of one tensor that may overlap: nested divisions of thousands of ranks have some thousands."""
 
 
 class Cell(NamedTuple):
@@ -139,7 +143,7 @@ def _flat(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
 def tiling_problem(boxes: Iterable[Box], shape: Sequence[int]) -> str:
     """Why `boxes` do not cover a tensor of `shape` exactly once, in words; empty when they do.
 
-    Near-linear in the number of boxes for anything that is a tiling, or almost one.
+    Near-linear in the number of boxes for a grid, and for anything else that is a tiling or almost one.
     """
     listed = list(boxes)
     for box in listed:
@@ -150,7 +154,7 @@ def tiling_problem(boxes: Iterable[Box], shape: Sequence[int]) -> str:
         if left == right:
             return f"the range {said(left)} is there twice"
     arrangement = Arrangement(filled, len(shape))
-    pair = arrangement.first_overlap
+    pair = arrangement.overlap
     if pair is not None:
         return f"the ranges {said(filled[pair[0]])} and {said(filled[pair[1]])} overlap"
     hole = arrangement.hole(shape)
@@ -161,7 +165,7 @@ def refine(held: Mapping[int, Sequence[Box]]) -> tuple[Cell, ...]:
     """Disjoint cells that cover what the ranks hold, each with all ranks that hold it, sorted by box.
 
     Each rank's own boxes must not overlap one another. Boxes that are equal, or meet no other, stay whole: only those
-    that overlap in part, or are nested, are cut.
+    that overlap in part, or are nested, are cut. Raises LayoutError for more overlaps than any division has.
     """
     ranks_of: dict[Box, list[int]] = {}
     for rank in sorted(held):
@@ -194,24 +198,50 @@ class Arrangement:
 
     @cached_property
     def overlaps(self) -> tuple[_Ints, _Ints]:
-        """Pairs of boxes that share elements: two arrays of numbers, the first smaller, sorted."""
-        firsts: list[_Ints] = []
-        seconds: list[_Ints] = []
-        for first, second in self._candidates():
-            meet = ((self._low[first] < self._high[second]) & (self._low[second] < self._high[first])).all(axis=1)
-            firsts.append(np.minimum(first[meet], second[meet]))
-            seconds.append(np.maximum(first[meet], second[meet]))
-        if not firsts:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
+        """Pairs of boxes that share elements: two arrays of numbers, the first smaller, sorted.
+
+        Raises LayoutError where they are more than `MAX_OVERLAPS`.
+        """
+        none = np.empty(0, np.int64)
+        firsts, seconds, total = [none], [none], 0
+        for first, second in self._meeting():
+            total += len(first)
+            if total > MAX_OVERLAPS:
+                raise LayoutError(
+                    f"{len(self.boxes)} ranges overlap one another in more than {MAX_OVERLAPS} pairs.",
+                    ranges=said_all(self.boxes),
+                )
+            firsts.append(np.minimum(first, second))
+            seconds.append(np.maximum(first, second))
         first, second = np.concatenate(firsts), np.concatenate(seconds)
         order = np.lexsort((second, first))
         return first[order], second[order]
 
     @property
-    def first_overlap(self) -> tuple[int, int] | None:
-        """The first pair of boxes that share elements."""
-        first, second = self.overlaps
-        return (int(first[0]), int(second[0])) if len(first) else None
+    def overlap(self) -> tuple[int, int] | None:
+        """A pair of boxes that share elements; None where there is none."""
+        for first, second in self._meeting():
+            if len(first):
+                return min(int(first[0]), int(second[0])), max(int(first[0]), int(second[0]))
+        return None
+
+    def _meeting(self) -> Iterator[tuple[_Ints, _Ints]]:
+        if self._is_grid():
+            return
+        for first, second in self._candidates():
+            meet = ((self._low[first] < self._high[second]) & (self._low[second] < self._high[first])).all(axis=1)
+            yield first[meet], second[meet]
+
+    def _is_grid(self) -> bool:
+        """The boxes are all combinations of disjoint intervals of each dimension: the usual case, and quick to see."""
+        count, dimensions = self._low.shape
+        combinations = 1
+        for axis in range(dimensions):
+            intervals = np.unique(np.stack((self._low[:, axis], self._high[:, axis]), axis=1), axis=0)
+            if (intervals[1:, 0] < intervals[:-1, 1]).any():
+                return False
+            combinations *= len(intervals)
+        return combinations == count
 
     @cached_property
     def first_crossing(self) -> tuple[int, int] | None:

@@ -123,7 +123,7 @@ class Pattern:
         for left, right in pairwise(ordered):
             if left == right:
                 return left, right
-        pair = Arrangement(ordered, len(ordered[0])).first_overlap
+        pair = Arrangement(ordered, len(ordered[0])).overlap
         return None if pair is None else (ordered[pair[0]], ordered[pair[1]])
 
 
@@ -243,7 +243,12 @@ class Holding:
                 )
         if not self.ranks:
             raise LayoutError(f"tensor {name!r} of shape {self.shape} is held by no rank.", tensor=name)
-        problem = self.pattern.problem()
+        try:
+            problem = self.pattern.problem()
+        except LayoutError as error:
+            rank = self.ranks[0][0]
+            message = f"tensor {name!r}, held by rank {rank} and others: {error.message}"
+            raise LayoutError(message, tensor=name, rank=rank, ranges=error.ranges) from None
         if problem is not None:
             raise self._error(name, problem)
 
