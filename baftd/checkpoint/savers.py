@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
     from baftd.checkpoint.tensor_layout import Holding
 
-__all__ = ["Assignment", "Mode", "Piece", "ReplicaClass", "Share", "coverage_problem", "divide", "everyone"]
+__all__ = [
+    "Assignment",
+    "Gap",
+    "Mode",
+    "Piece",
+    "ReplicaClass",
+    "Share",
+    "coverage_problem",
+    "divide",
+    "everyone",
+    "first_gap",
+]
 
 Mode: TypeAlias = Literal["divided", "all"]
 
@@ -118,6 +129,18 @@ class Assignment:
         for piece in self._pieces.get(rank, ()):
             cell = self.layout.tensors[piece.tensor].cells()[piece.cell]
             shares += [Share(piece.tensor, box) for box in _boxes(cell.box, piece.start, piece.stop)]
+        return tuple(sorted(shares))
+
+    def held_by(self, holders: tuple[int, ...]) -> tuple[Share, ...]:
+        """The ranges of the class with these holders, by tensor, then by box. Worked out anew at each call."""
+        shares: list[Share] = []
+        for group in self._groups:
+            boxes: Sequence[Box] = ()
+            if group.replicated:
+                boxes = [cell.box for cell in group.holding.cells if cell.holders == holders]
+            elif len(holders) == 1:
+                boxes = group.holding.held.get(holders[0], ())
+            shares += [Share(tensor, box) for tensor in group.tensors for box in boxes]
         return tuple(sorted(shares))
 
     def bytes_of(self, rank: int) -> int:
@@ -271,48 +294,74 @@ def everyone(layout: Layout, capacity: Mapping[int, int] | None = None) -> Assig
     return made
 
 
+@dataclass(frozen=True)
+class Gap:
+    """Where an assignment does not save a layout; `str` says it in words. rank: who is to save there, if anybody."""
+
+    tensor: str
+    ranges: str
+    rank: int | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"tensor {self.tensor!r}: {self.what}"
+
+
 def coverage_problem(layout: Layout, assignment: Assignment) -> str:
-    """Why an assignment does not save a layout, naming tensor, rank and range; empty when it does.
+    """Why an assignment does not save a layout, naming tensor, rank and range; empty when it does."""
+    gap = first_gap(layout, assignment)
+    return "" if gap is None else str(gap)
+
+
+def first_gap(layout: Layout, assignment: Assignment) -> Gap | None:
+    """Where an assignment first fails to save a layout; None when it saves all of it.
 
     Divided: every element of a replicated tensor has exactly one saver, and that one holds it. A layout's cells are
     disjoint and cover its tensors (it was refused otherwise), and what one rank holds alone is saved by it, so what is
-    to be proved are the pieces of cells with several holders.
+    to be proved are the pieces of cells with several holders. Raises UsageError when it divides another layout.
     """
     if assignment.layout is not layout and assignment.layout.digest() != layout.digest():
-        return "it divides another layout"
+        raise UsageError("the assignment divides another layout.")
     if assignment.mode == "all":
-        return ""
+        return None
     given: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
     for rank, pieces in assignment._pieces.items():
-        for tensor, cell, start, stop in pieces:
-            given[tensor, cell].append((start, stop, rank))
+        for piece in pieces:
+            given[piece.tensor, piece.cell].append((piece.start, piece.stop, rank))
     for group in assignment._groups:
         if not group.replicated:
             continue
-        for index, (box, holders) in enumerate(group.holding.cells):
-            if len(holders) == 1:
+        for index, cell in enumerate(group.holding.cells):
+            if len(cell.holders) == 1:
                 continue
-            size = volume(box)
+            size = volume(cell.box)
             for tensor in group.tensors:
-                problem = _cell_problem(box, size, holders, given.pop((tensor, index), []))
-                if problem:
-                    return f"tensor {layout.tensors[tensor].name!r}: {problem}"
+                gap = _cell_gap(layout.tensors[tensor].name, cell, size, given.pop((tensor, index), []))
+                if gap is not None:
+                    return gap
     for (tensor, _), some in given.items():
-        return f"tensor {layout.tensors[tensor].name!r}: rank {some[0][2]} is to save a range that is not divided"
-    return ""
+        rank = some[0][2]
+        return Gap(layout.tensors[tensor].name, "", rank, f"rank {rank} is to save a range that is not divided")
+    return None
 
 
-def _cell_problem(box: Box, size: int, holders: tuple[int, ...], given: list[tuple[int, int, int]]) -> str:
-    """Why pieces do not cover a cell once."""
+def _cell_gap(name: str, cell: Cell, size: int, given: list[tuple[int, int, int]]) -> Gap | None:
+    """Where pieces do not cover a cell once."""
     at = 0
-    for start, stop, rank in sorted(given):
-        if rank not in holders:
-            return f"rank {rank} is to save of {said(box)}, which it does not hold"
-        if start != at or stop <= start:
+    for start, stop, rank in [*sorted(given), (size, size + 1, None)]:
+        if rank is not None and rank not in cell.holders:
+            words = said(cell.box)
+            return Gap(name, words, rank, f"rank {rank} is to save of {words}, which it does not hold")
+        if rank is not None and not 0 <= start < stop <= size:
+            return Gap(
+                name, said(cell.box), rank, f"rank {rank} is to save elements {start}:{stop} of {said(cell.box)}"
+            )
+        if start != at:
             what = "has no saver" if start > at else "has two savers"
-            return f"{', '.join(map(said, _boxes(box, min(start, at), max(start, at)))) or said(box)} {what}"
+            words = ", ".join(map(said, _boxes(cell.box, *sorted((start, at)))))
+            return Gap(name, words, rank, f"{words} {what}")
         at = stop
-    return "" if at == size else f"{', '.join(map(said, _boxes(box, min(at, size), size))) or said(box)} has no saver"
+    return None
 
 
 def _checked(world: int, capacity: Mapping[int, int]) -> tuple[int, ...]:

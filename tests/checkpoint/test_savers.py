@@ -333,8 +333,10 @@ def test_what_is_wrong_with_an_assignment_is_named() -> None:
     assert problem({1: (second,)}) == "tensor 'w0': [0:20, 0:100] has no saver"
     assert problem({0: (first,), 1: (Piece(0, 0, 1000, 4000),)}) == "tensor 'w0': [10:20, 0:100] has two savers"
     assert "rank 2 is to save of [0:40, 0:100], which it does not hold" in problem({0: (first,), 2: (second,)})
+    assert "rank 1 is to save elements 2000:4001" in problem({0: (first,), 1: (Piece(0, 0, 2000, 4001),)})
     assert "a range that is not divided" in problem({0: (first, Piece(0, 1, 0, 1)), 1: (second,)})
-    assert coverage_problem(replicated((41, 100), range(2)), made) == "it divides another layout"
+    with pytest.raises(UsageError, match="divides another layout"):
+        coverage_problem(replicated((41, 100), range(2)), made)
 
 
 def test_ten_thousand_tensors_on_a_thousand_ranks() -> None:
