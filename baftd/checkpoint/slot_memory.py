@@ -128,16 +128,17 @@ def room_problem(memory: Mapping[str, NodeMemory], limit: int) -> str:
     parts = " + ".join(f"{what} {_said(nbytes)}" for what, nbytes in need.parts())
     others = f" ({too_small} of {len(memory)} nodes do not have enough)" if too_small > 1 else ""
     total = f" = {_said(need.total)}" if len(need.parts()) > 1 else ""
-    return f"node {node} needs {parts}{total} of shared memory, and {_said(limit)} are there{others}"
+    return f"node {node} needs {parts}{total} of shared memory, and {_said(limit, up=False)} are there{others}"
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _said(nbytes: int) -> str:
-    """Rounded up, so that nobody gives too little."""
+def _said(nbytes: int, *, up: bool = True) -> str:
+    """What is needed is rounded up, what is there down, so that nobody is told they are equal when they are not."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= factor:
-            return f"{-(-nbytes * 10 // factor) / 10:.1f} {unit}"
-    return f"{-(-nbytes // 1024)} KiB"
+            tenths = -(-nbytes * 10 // factor) if up else nbytes * 10 // factor
+            return f"{tenths / 10:.1f} {unit}"
+    return f"{-(-nbytes // 1024) if up else nbytes // 1024} KiB"
