@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple
 
 from baftd.checkpoint.ranges import Box, intersection, said, said_all, subtract, volume, whole
 from baftd.checkpoint.saved_set import (
@@ -29,6 +30,13 @@ from baftd.checkpoint.saved_set import (
     error_of,
     is_flat,
 )
+from baftd.checkpoint.shard import TensorEntry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from baftd.checkpoint.layout import Layout
+    from baftd.checkpoint.savers import Assignment
 
 __all__ = [
     "Fill",
@@ -47,6 +55,7 @@ __all__ = [
     "find_reads",
     "geometry",
     "plan_reads",
+    "reshard",
     "runs",
 ]
 
@@ -169,7 +178,7 @@ def _fill(saved: SavedSet, want: Wanted, rank: int | None, load: dict[int, int])
     if found.itemsize != want.itemsize:
         why = f"its elements were saved with {found.itemsize or 'no whole number of'} bytes, {want.itemsize} are wanted"
         return Problem(want.name, rank, said(want.box), why)
-    cells, missing = _cover(found.overlapping(want.box), want.box, rank)
+    cells, missing = _cover(found.near(want.box), want.box, rank)
     if missing:
         return Problem(want.name, rank, said_all(missing), "nobody saved this part of it")
     reads: list[Read] = []
@@ -185,6 +194,8 @@ def _fill(saved: SavedSet, want: Wanted, rank: int | None, load: dict[int, int])
 def _cover(parts: Sequence[SavedPart], box: Box, rank: int | None) -> tuple[list[tuple[Box, SavedPart]], list[Box]]:
     """Disjoint boxes that cover `box`, each with a part that holds it; and what no part holds."""
     common = [(cut, part) for part in parts if (cut := intersection(part.box, box)) is not None]
+    if len(common) == 1 and common[0][0] == box:
+        return common, []
     if len(common) > 1:
         # Where parts overlap, the reader's own come first, then those that give most at once.
         common.sort(key=lambda cell: (not _has(cell[1], rank), -volume(cell[0]), cell[0]))
@@ -220,6 +231,58 @@ def _choose(holders: Sequence[SavedTensor], rank: int | None, last: int | None, 
     turn = (rank or 0) % len(holders)
     order = [*holders[turn:], *holders[:turn]]
     return min(order, key=lambda tensor: load.get(tensor.rank, 0))
+
+
+def reshard(
+    old: Layout,
+    savers: Assignment,
+    new: Layout,
+    *,
+    same_bytes: SameBytes | None = None,
+    base: Callable[[str], str] = str,
+    exact: bool = False,
+) -> dict[int, tuple[Fill, ...]]:
+    """What each rank of `new` reads out of the shards that `savers` made of `old`: a fill for each box that it holds,
+    by tensor in the order of `new`, then in storage order. Loads of the images are balanced over all ranks.
+
+    `same_bytes`, `base` and `exact` as for `SavedSet.of`: a tensor that several ranks have for themselves moves only
+    where its bytes are known to be equal.
+
+    Raises:
+        LayoutError: as `plan_reads`, for all ranks together.
+    """
+    saved: dict[int, list[tuple[str, TensorEntry]]] = {}
+    for rank in range(old.world):
+        saved[rank] = []
+        for number, box in savers.of(rank):
+            tensor = old.tensors[number]
+            part = tuple(stop - start for start, stop in box)
+            declared = tensor.owner is None
+            entry = TensorEntry(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=part,
+                nbytes=prod(part) * tensor.itemsize,
+                kind=tensor.kind,
+                global_shape=tensor.shape if declared else None,
+                ranges=box if declared else None,
+                aliases=tensor.aliases,
+            )
+            saved[rank].append((f"{tensor.name}@{said(box)}", entry))
+    found = SavedSet.of(saved, same_bytes, base=base, exact=exact)
+    wanted: dict[int, list[Wanted]] = {rank: [] for rank in range(new.world)}
+    for tensor in new.tensors:
+        for rank, boxes in tensor.held.items():
+            wanted[rank] += [Wanted(tensor.name, tensor.dtype, tensor.shape, box, tensor.itemsize) for box in boxes]
+    fills: dict[int, tuple[Fill, ...]] = {}
+    problems: list[Problem] = []
+    load: dict[int, int] = {}
+    for rank, wants in wanted.items():
+        fills[rank], more = find_reads(found, wants, rank=rank, load=load)
+        problems += more
+    if problems:
+        raise error_of(problems)
+    return fills
 
 
 # ---------------------------------------------------------------------------------------------- where the bytes lie

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from baftd.checkpoint.ranges import Box, flat_boxes, intersection, said, volume, whole
+from baftd.checkpoint.ranges import Box, flat_boxes, said, volume, whole
 from baftd.checkpoint.shard import NATIVE_DTYPES, TensorEntry
 from baftd.errors import LayoutError
 
@@ -92,10 +92,10 @@ class WholeTensor:
     parts: tuple[SavedPart, ...]
     _bounds: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = field(default=None, repr=False, compare=False)
 
-    def overlapping(self, box: Box) -> Sequence[SavedPart]:
-        """The parts that have an element in common with `box`."""
+    def near(self, box: Box) -> Sequence[SavedPart]:
+        """The parts that may have an element in common with `box`; of many only those that do."""
         if self._bounds is None:
-            return [part for part in self.parts if intersection(part.box, box) is not None]
+            return self.parts
         low = np.array([start for start, _ in box], dtype=np.int64)
         high = np.array([stop for _, stop in box], dtype=np.int64)
         hit = ((self._bounds[0] < high) & (self._bounds[1] > low)).all(axis=1)

@@ -63,7 +63,7 @@ def cut_anew(images: Images, tensors: Sequence[Tensor], after: Side) -> dict[int
 
 
 @given(states())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_every_element_arrives_once_and_is_the_right_one(state: tuple[list[Tensor], Side, Side]) -> None:
     tensors, before, after = state
     images = Images.of(before)
@@ -85,7 +85,7 @@ def _within(inner: Sequence[tuple[int, int]], outer: Sequence[tuple[int, int]]) 
 
 
 @given(states())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_strided_views_are_the_runs(state: tuple[list[Tensor], Side, Side]) -> None:
     _, before, after = state
     images = Images.of(before)
