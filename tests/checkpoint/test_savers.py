@@ -17,6 +17,9 @@ from baftd.checkpoint.ranges import Box, contains, tiling_problem, volume
 from baftd.checkpoint.savers import Assignment, Piece, Share, coverage_problem, divide, everyone
 from baftd.errors import UsageError
 
+from . import random_layouts
+from .random_layouts import put_together
+
 ITEMSIZE = {"BF16": 2, "F32": 4}
 
 
@@ -142,7 +145,7 @@ def lowest_fill(layout: Layout, capacity: Mapping[int, int]) -> float:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_byte_has_one_saver_who_holds_it(data: st.DataObject) -> None:
     layout = data.draw(layouts())
     made = divide(layout, data.draw(st.one_of(st.none(), capacities(layout.world))))
@@ -151,8 +154,18 @@ def test_every_byte_has_one_saver_who_holds_it(data: st.DataObject) -> None:
     assert sum(sum(one.taken.values()) for one in made.classes) == made.total
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_layout_is_covered(data: st.DataObject) -> None:
+    """Flattened, nested, crossing, empty and scalar ranges, too."""
+    layout = put_together(data.draw(random_layouts.layouts()))
+    capacity = data.draw(st.one_of(st.none(), capacities(layout.world)))
+    check_cover(layout, divide(layout, capacity))
+    check_cover(layout, everyone(layout, capacity))
+
+
 @given(layouts())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_in_the_other_mode_every_holder_saves_all(layout: Layout) -> None:
     made = everyone(layout)
     check_cover(layout, made)
