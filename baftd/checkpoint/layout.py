@@ -110,7 +110,8 @@ class LayoutBuilder:
         if size is None or (itemsize is not None and itemsize != size):
             why = "an unknown type needs its itemsize" if size is None else f"an element has {size} bytes"
             raise LayoutError(f"tensor {name!r} of type {dtype} and itemsize {itemsize}: {why}.", tensor=name)
-        tensor = TensorLayout(name, dtype, size, kind, self._shared(holding), owner, tuple(sorted(set(aliases))))
+        others = tuple(sorted(set(aliases)))
+        tensor = TensorLayout(name, dtype, size, kind, self._shared(holding), owner, others)
         problem = tensor.problem()
         if problem:
             raise LayoutError(f"tensor {name!r} cannot be in a layout: {problem}.", tensor=name, rank=owner)

@@ -175,12 +175,14 @@ class _Reader:
             found.append(TensorLayout(_text(name), *_at(known_types, kind), _at(known_holdings, held), None, others))
         if aliases:
             raise ValueError("aliases of tensors that are not there")
+        alone: dict[tuple[tuple[int, ...], int], Holding] = {}
         for one in _list(own):
             name, kind, shape, owners, others = _list(one, 5)
-            size = tuple(map(_size, _list(shape)))
+            size, name, others = tuple(map(_size, _list(shape))), _text(name), _texts(others)
             for owner in self._numbers(owners):
-                holding = Holding.own(size, owner)
-                found.append(TensorLayout(_text(name), *_at(known_types, kind), holding, owner, _texts(others)))
+                if (size, owner) not in alone:
+                    alone[size, owner] = Holding.own(size, owner)
+                found.append(TensorLayout(name, *_at(known_types, kind), alone[size, owner], owner, others))
         return world, self._places(places), found
 
     def _numbers(self, value: Any) -> list[int]:

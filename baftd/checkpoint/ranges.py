@@ -226,14 +226,13 @@ class Arrangement:
         return None
 
     def _meeting(self) -> Iterator[tuple[_Ints, _Ints]]:
-        if self._is_grid():
-            return
+        """Pairs that share elements, some millions of candidates at a time."""
         for first, second in self._candidates():
             meet = ((self._low[first] < self._high[second]) & (self._low[second] < self._high[first])).all(axis=1)
             yield first[meet], second[meet]
 
     def _is_grid(self) -> bool:
-        """The boxes are all combinations of disjoint intervals of each dimension: the usual case, and quick to see."""
+        """The boxes are all combinations of disjoint intervals of each dimension, and so do not overlap."""
         count, dimensions = self._low.shape
         combinations = 1
         for axis in range(dimensions):
@@ -247,6 +246,8 @@ class Arrangement:
     def first_crossing(self) -> tuple[int, int] | None:
         """The first pair of boxes that overlap, neither within the other."""
         first, second = self.overlaps
+        if not len(first):
+            return None
         crossing = np.flatnonzero(~(self._within(first, second) | self._within(second, first)))
         return (int(first[crossing[0]]), int(second[crossing[0]])) if len(crossing) else None
 
@@ -302,10 +303,14 @@ class Arrangement:
             # Box k of this order meets those after it that begin before it ends.
             meets = np.searchsorted(low, self._high[order, axis], side="left") - np.arange(1, count + 1)
             total = int(meets.sum())
+            if not total:
+                return
             if best is None or total < best[0]:
                 best = total, order, meets
         assert best is not None
-        _, order, meets = best
+        total, order, meets = best
+        if total > _PAIRS_AT_ONCE and self._is_grid():
+            return
         ends = np.cumsum(meets)
         begin = 0
         while begin < count:

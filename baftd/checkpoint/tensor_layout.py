@@ -11,19 +11,23 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from baftd.checkpoint.ranges import Arrangement, Box, Cell, outside, said, said_all, volume, whole
-from baftd.checkpoint.shard import MAX_BYTES, MAX_NAME, Kind
+from baftd.checkpoint.shard import MAX_BYTES, MAX_NAME, NATIVE_DTYPES, Kind
 from baftd.errors import LayoutError
 
 __all__ = ["Holding", "Pattern", "RankPlace", "TensorLayout"]
 
 DTYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.]{0,63}")
+
+
+def _is_text(name: str) -> bool:
+    """Whether it can be written as UTF-8."""
+    return name.isascii() or not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class RankPlace:
         if min(self.coordinates.values(), default=0) < 0:
             return f"coordinates {dict(self.coordinates)} are not numbers from 0 on"
         for text in (*self.coordinates, self.node):
-            if len(text) > MAX_NAME or any("\ud800" <= character <= "\udfff" for character in text):
+            if len(text) > MAX_NAME or not _is_text(text):
                 return f"a name is not Unicode text of at most {MAX_NAME} characters"
         return ""
 
@@ -94,18 +98,15 @@ class Pattern:
 
     def problem(self) -> _Problem | None:
         """What is wrong: a range outside, two that overlap as they may not, or a hole. None if nothing is."""
-        for number, boxes in enumerate(self.parts):
-            for box in boxes:
-                if outside(box, self.shape):
-                    return _Problem("outside", (number,), (box,))
-        for number, boxes in enumerate(self.parts):
-            if len(boxes) > 1:
-                pair = self._overlap_within(boxes)
-                if pair is not None:
-                    return _Problem("twice", (number, number), pair)
+        for box, parts in self._owners.items():
+            if outside(box, self.shape):
+                return _Problem("outside", parts[:1], (box,))
         if not self._owners:
             return None if not prod(self.shape) else _Problem("hole", (), (), whole(self.shape))
-        boxes = tuple(self._owners)
+        twice = self._twice()
+        if twice is not None:
+            return twice
+        boxes = self._arrangement.boxes
         crossing = None if self.crossing else self._arrangement.first_crossing
         if crossing is not None:
             first, second = (boxes[number] for number in crossing)
@@ -116,15 +117,18 @@ class Pattern:
         beside = min(boxes, key=lambda box: (_apart(box, hole), box))
         return _Problem("hole", (self._owners[beside][0],), (beside,), hole)
 
-    @staticmethod
-    def _overlap_within(boxes: tuple[Box, ...]) -> tuple[Box, Box] | None:
-        """Two boxes of one rank that share elements."""
-        ordered = sorted(boxes)
-        for left, right in pairwise(ordered):
-            if left == right:
-                return left, right
-        pair = Arrangement(ordered, len(ordered[0])).overlap
-        return None if pair is None else (ordered[pair[0]], ordered[pair[1]])
+    def _twice(self) -> _Problem | None:
+        """Two boxes of one part that share elements: its ranks would hold them twice."""
+        for number, boxes in enumerate(self.parts):
+            if len(set(boxes)) < len(boxes):
+                box = next(box for box in boxes if boxes.count(box) > 1)
+                return _Problem("twice", (number, number), (box, box))
+        distinct, owners = self._arrangement.boxes, list(self._owners.values())
+        for first, second in zip(*(column.tolist() for column in self._arrangement.overlaps), strict=True):
+            both = set(owners[first]).intersection(owners[second])
+            if both:
+                return _Problem("twice", (min(both), min(both)), (distinct[first], distinct[second]))
+        return None
 
 
 @dataclass(frozen=True)
@@ -340,14 +344,15 @@ class TensorLayout:
     def problem(self) -> str:
         """What is wrong with name, type and sizes; empty if nothing is."""
         for name in (self.name, *self.aliases):
-            if not 0 < len(name) <= MAX_NAME or any("\ud800" <= character <= "\udfff" for character in name):
+            if not 0 < len(name) <= MAX_NAME or not _is_text(name):
                 return f"its name is not Unicode text of 1 to {MAX_NAME} characters"
-        if not DTYPE.fullmatch(self.dtype):
+        if self.dtype not in NATIVE_DTYPES and not DTYPE.fullmatch(self.dtype):
             return f"dtype {self.dtype!r} is not a name"
         if self.kind not in ("stable", "volatile"):
             return f"kind {self.kind!r} is neither 'stable' nor 'volatile'"
         if self.itemsize < 1:
             return f"an element of {self.itemsize} bytes is none"
-        if min(self.shape, default=0) < 0 or self.nbytes > MAX_BYTES or prod(self.shape) > MAX_BYTES:
+        elements = prod(self.shape)
+        if min(self.shape, default=0) < 0 or elements * self.itemsize > MAX_BYTES:
             return f"shape {self.shape} of {self.dtype} is out of range"
         return ""
