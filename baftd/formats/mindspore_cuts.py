@@ -14,7 +14,7 @@ of MindSpore 2.10; `tests/data/mindspore` holds what MindSpore itself cuts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,11 +22,12 @@ from baftd.checkpoint.ranges import said
 from baftd.errors import LayoutError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from baftd.checkpoint.ranges import Box
+    from baftd.formats.mindspore_strategy import TensorStrategy
 
-__all__ = ["Cut", "coordinates"]
+__all__ = ["Cut", "coordinates", "cuts_of_tensors"]
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,66 @@ class Cut:
 
     def whole_of(self, part: Sequence[int]) -> tuple[int, ...] | None:
         """Shape of the whole tensor from the shape that one device holds; None where that does not tell it."""
-        if self.split_shape or self.field or len(part) != len(self.tensor_map):
+        if self.split_shape or self.field:
             return None
-        sizes = [size * parts for size, parts in zip(part, self.parts, strict=True)]
-        if sizes:
-            sizes[0] *= self.shards
-        return tuple(sizes)
+        parts = list(self.parts)
+        if parts:
+            parts[0] *= self.shards
+        if len(part) == len(parts):
+            return tuple(size * cuts for size, cuts in zip(part, parts, strict=True))
+        if self.shape is None or len(self.shape) != len(parts):
+            return None
+        # A tensor with split dimensions (see `in_shape`): those whose parts have `size` rows together are one.
+        pieces = [size // cuts for size, cuts in zip(self.shape, parts, strict=True)]
+        whole: list[int] = []
+        at = 0
+        for size in part:
+            first = at
+            while at < len(pieces) and (at == first or prod(pieces[first:at]) != size):
+                at += 1
+            whole.append(prod(self.shape[first:at]))
+        return tuple(whole) if at == len(pieces) else None
+
+    def in_shape(self, shape: tuple[int, ...]) -> Cut | None:
+        """The same cut of a tensor that has this shape; None where it cannot have.
+
+        Where two dimensions of dev_matrix cut one dimension of a tensor, MindSpore splits that dimension in two
+        (rows 0 to 15 become 2 by 8) and describes the tensor in the split shape: here they are joined again. All but
+        the last of them must be cut to single rows, or a part would not be one block.
+        """
+        if self.shape is None or self.shape == shape:
+            return replace(self, shape=shape) if len(shape) == len(self.tensor_map) else None
+        if len(self.shape) != len(self.tensor_map) or self.split_shape or self.shard_size:
+            return None
+        parts = self.parts
+        joined: list[tuple[int, ...]] = []
+        at = 0
+        for size in shape:
+            axes: tuple[int, ...] = ()
+            left = size
+            while at < len(parts):
+                if not self.shape[at] or left % self.shape[at]:
+                    return None
+                last = left == self.shape[at]
+                if not last and self.shape[at] != parts[at]:
+                    return None
+                axes += self.tensor_map[at]
+                left //= self.shape[at]
+                at += 1
+                if last:
+                    break
+            if left != 1:
+                return None
+            joined.append(axes)
+        return replace(self, shape=shape, tensor_map=tuple(joined)) if at == len(parts) else None
+
+    def with_rows(self, rows: tuple[int, ...]) -> Cut:
+        """The same cut into these parts of dimension 0.
+
+        MindSpore gives such a tensor the size that it would have if all parts were as large as the rank's own, so that
+        every rank has another: the sum is right.
+        """
+        return replace(self, split_shape=rows, shape=self.shape and (sum(rows), *self.shape[1:]))
 
     def box(self, device: int, *, tensor: str, rank: int) -> Box:
         """The block that a device holds. `tensor` and `rank` are named in errors.
@@ -90,10 +145,8 @@ class Cut:
         shape = self._known()
         at = coordinates(self.dev_matrix, device)
         box = []
-        for dimension, (size, parts, axes) in enumerate(zip(shape, self.parts, self.tensor_map, strict=True)):
-            index = 0
-            for axis in axes:
-                index = index * self.dev_matrix[-1 - axis] + at[-1 - axis]
+        for dimension, (size, parts) in enumerate(zip(shape, self.parts, strict=True)):
+            index = self._index(dimension, at)
             if dimension == 0 and self.split_shape:
                 start = sum(self.split_shape[:index])
                 box.append((start, start + self.split_shape[index]))
@@ -109,6 +162,10 @@ class Cut:
         start += replica % self.shards * rows
         box[0] = (start, start + rows)
         return tuple(box)
+
+    def index(self, dimension: int, device: int) -> int:
+        """Which of the parts of a dimension a device holds, before the optimizer's sharding."""
+        return self._index(dimension, coordinates(self.dev_matrix, device))
 
     def boxes(self, *, tensor: str, rank: int) -> tuple[Box, ...]:
         """The block of each device of the stage whose first rank is `rank`. Raises LayoutError as `box` does."""
@@ -131,6 +188,12 @@ class Cut:
             elif size % parts:
                 return f"dimension {dimension} of its shape {self.shape} cannot be cut into {parts} equal parts"
         return self._shard_problem()
+
+    def _index(self, dimension: int, at: tuple[int, ...]) -> int:
+        index = 0
+        for axis in self.tensor_map[dimension]:
+            index = index * self.dev_matrix[-1 - axis] + at[-1 - axis]
+        return index
 
     def _shard_problem(self) -> str:
         """Why the optimizer's sharding cannot be as it is said to be."""
@@ -167,6 +230,33 @@ class Cut:
         whole = f" {ranges}" if ranges else ""
         message = f"tensor {tensor!r}{whole} cannot be cut for rank {rank} over dev_matrix {list(self.dev_matrix)}"
         raise LayoutError(f"{message}: {problem}.", tensor=tensor, rank=rank, ranges=ranges)
+
+
+def cuts_of_tensors(tensors: Iterable[TensorStrategy]) -> dict[str, Cut]:
+    """The cuts of one stage by name.
+
+    The parts of an embedding that is cut by hand stand at the parameter alone, though its moments ("adam_m." and the
+    like before its name) are cut as it is.
+    """
+    cuts = {
+        tensor.name: Cut(
+            dev_matrix=tensor.dev_matrix,
+            tensor_map=tensor.tensor_map,
+            shape=tensor.shape,
+            split_shape=tensor.split_shape,
+            field=tensor.field,
+            shard_size=tensor.shard_size,
+            shard_step=tensor.shard_step,
+        )
+        for tensor in tensors
+    }
+    for name in [name for name, cut in cuts.items() if cut.split_shape]:
+        by_hand = cuts[name]
+        for other, cut in cuts.items():
+            alike = (cut.dev_matrix, cut.tensor_map) == (by_hand.dev_matrix, by_hand.tensor_map)
+            if other == name or (other.endswith(f".{name}") and alike and not cut.split_shape):
+                cuts[other] = cut.with_rows(by_hand.split_shape)
+    return cuts
 
 
 def coordinates(dev_matrix: Sequence[int], device: int) -> tuple[int, ...]:

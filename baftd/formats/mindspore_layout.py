@@ -8,6 +8,7 @@ Three sources, none of which needs MindSpore:
 
 The pipeline stage of a rank is rank // (world / stages), as MindSpore counts; a file whose operators say another stage
 is refused. A parameter that several stages have (a tied embedding) is one tensor, held by the ranks of all of them.
+Strategy files name it on the first of these stages alone, `parameter_layout_dict` on each.
 
 Gradient accumulators (`accu_grads.*`) are left out: they are empty at a step boundary, no checkpoint needs them, and at
 ZeRO level 1 the strategy file says that they are sharded when they are not.
@@ -18,18 +19,17 @@ thing than the cuts) are one LayoutError that names file, tensor, rank and range
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
 from baftd.checkpoint.layout import Layout, LayoutBuilder
 from baftd.checkpoint.ranges import said_all
 from baftd.checkpoint.tensor_layout import Holding, RankPlace
 from baftd.errors import LayoutError
-from baftd.formats.mindspore_cuts import Cut, coordinates
+from baftd.formats.mindspore_cuts import Cut, coordinates, cuts_of_tensors
 from baftd.formats.mindspore_groups import parse_groups
+from baftd.formats.mindspore_parameters import cuts_of_parameter_layouts
 from baftd.formats.mindspore_strategy import StrategyFile, TensorStrategy, parse_strategy
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ _TAGS = {
     "Int64": "I64", "UInt64": "U64", "Float16": "F16", "BFloat16": "BF16", "Float32": "F32", "Float64": "F64",
     "Float8E4M3FN": "F8_E4M3", "Float8E5M2": "F8_E5M2",
 }  # fmt: skip
-_GROUP_SIZE = re.compile(r"([1-9][0-9]{0,6})-.+")
 
 
 def tag_of(dtype: str) -> str:
@@ -143,17 +142,12 @@ def layout_from_parameter_layouts(
 ) -> Layout:
     """The layout of a job from `net.parameter_layout_dict` of each rank.
 
-    An entry is (dev_matrix, tensor_map, slice_shape, field_size, uniform_split, opt_shard_group, full_shape,
-    slice_shape as it is cut, ...). The size of a group of the optimizer's sharding is read off its name ("4-<hash>").
     Inputs of the network ("inputs0") are in there too, and left out.
     Raises LayoutError for an entry that cannot be read, and as for strategy files.
     """
     job = _Job(world, stages, leave_out)
-    for rank in range(world):
-        if rank not in layouts:
-            raise LayoutError(f"rank {rank} of {world} has no parameter_layout_dict.", rank=rank)
-        source = f"parameter_layout_dict of rank {rank}"
-        job.take(rank, {name: _cut_of(name, entry, rank) for name, entry in layouts[rank].items()}, source)
+    for rank, cuts in enumerate(cuts_of_parameter_layouts(layouts, world, job.devices)):
+        job.take(rank, cuts, f"parameter_layout_dict of rank {rank}")
     job.shape(None, None)
     return job.layout(dtypes, dtype, groups, group_sources)
 
@@ -196,14 +190,15 @@ class _Job:
                 rank=rank,
             )
         if id(file) not in self._taken:
-            self._taken[id(file)] = {name: _cut(tensor) for name, tensor in file.tensors.items()}
+            self._taken[id(file)] = cuts_of_tensors(file.tensors.values())
         self.take(rank, self._taken[id(file)], source)
 
     def take_merged(self, file: StrategyFile) -> None:
         """Take the merged file of all ranks."""
-        by_stage: dict[int, dict[str, Cut]] = {}
+        tensors: dict[int, list[TensorStrategy]] = {}
         for tensor in file.tensors.values():
-            by_stage.setdefault(tensor.stage or 0, {})[tensor.name] = _cut(tensor)
+            tensors.setdefault(tensor.stage or 0, []).append(tensor)
+        by_stage = {number: cuts_of_tensors(found) for number, found in tensors.items()}
         for number, stage in enumerate(self.stages):
             if number not in by_stage:
                 why = f"it has no parameters of pipeline stage {number} of {len(self.stages)}"
@@ -255,13 +250,19 @@ class _Job:
             for name, part in parts.items():
                 whole = cuts[name].whole_of(part) if name in cuts else None
                 if whole is not None:
-                    self._agree(name, whole, f"what rank {rank} has saved", rank, known)
+                    before = known.setdefault(name, (whole, f"what rank {rank} has saved"))
+                    if before[0] != whole:
+                        self._differ(name, before, whole, f"what rank {rank} has saved", rank)
         for stage in self.stages:
             for name, cut in self._cuts(stage).items():
                 if cut.shape is None and cut.split_shape and len(cut.tensor_map) == 1:
                     cut = replace(cut, shape=(sum(cut.split_shape),))
                 if cut.shape is not None:
-                    self._agree(name, cut.shape, stage.source, stage.first, known)
+                    before = known.setdefault(name, (cut.shape, stage.source))
+                    whole_cut = cut.in_shape(before[0])
+                    if whole_cut is None:
+                        self._differ(name, before, cut.shape, stage.source, stage.first)
+                    self._cuts(stage)[name] = whole_cut
         self._fill(known)
 
     def cuts_of(self, rank: int) -> dict[str, Cut]:
@@ -273,17 +274,15 @@ class _Job:
     def _cuts(self, stage: _Stage) -> dict[str, Cut]:
         return stage.cuts or {}
 
-    def _agree(
-        self, name: str, shape: tuple[int, ...], source: str, rank: int, known: dict[str, tuple[tuple[int, ...], str]]
-    ) -> None:
-        before = known.setdefault(name, (shape, source))
-        if before[0] != shape:
-            raise LayoutError(
-                f"tensor {name!r} has shape {before[0]} by {before[1]}, and {shape} by {source} (rank {rank}): "
-                "descriptions of different jobs are mixed.",
-                tensor=name,
-                rank=rank,
-            )
+    def _differ(
+        self, name: str, before: tuple[tuple[int, ...], str], shape: tuple[int, ...], source: str, rank: int
+    ) -> NoReturn:
+        raise LayoutError(
+            f"tensor {name!r} has shape {before[0]} by {before[1]}, and {shape} by {source} (rank {rank}): "
+            "descriptions of different jobs are mixed.",
+            tensor=name,
+            rank=rank,
+        )
 
     def _fill(self, known: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
         missing: list[tuple[str, int, str]] = []
@@ -388,18 +387,6 @@ class _Job:
             raise LayoutError(f"{source}: {why}: it is of another job.", rank=rank)
 
 
-def _cut(tensor: TensorStrategy) -> Cut:
-    return Cut(
-        dev_matrix=tensor.dev_matrix,
-        tensor_map=tensor.tensor_map,
-        shape=tensor.shape,
-        split_shape=tensor.split_shape,
-        field=tensor.field,
-        shard_size=tensor.shard_size,
-        shard_step=tensor.shard_step,
-    )
-
-
 def _said(cut: Cut | None) -> str:
     """A cut in words, after the name of the tensor."""
     if cut is None:
@@ -407,71 +394,3 @@ def _said(cut: Cut | None) -> str:
     axes = [list(axes) for axes in cut.tensor_map]
     shape = "" if cut.shape is None else f" of shape {cut.shape}"
     return f"is cut by {axes} of {list(cut.dev_matrix)}, sharded by {cut.shard_size},{shape}".rstrip(",")
-
-
-def _cut_of(name: str, entry: Sequence[object], rank: int) -> Cut:
-    """An entry of `parameter_layout_dict` as a cut."""
-
-    def refuse(why: str) -> NoReturn:
-        message = f"parameter_layout_dict of rank {rank}: tensor {name!r}: {why}"
-        raise LayoutError(f"{message}: {str(entry)[:200]}.", tensor=name, rank=rank)
-
-    def numbers(at: int) -> tuple[int, ...]:
-        value = entry[at]
-        if not isinstance(value, (list, tuple)) or any(type(one) is not int for one in value):
-            refuse(f"its element {at} is not a list of whole numbers")
-        return tuple(value)
-
-    if isinstance(entry, (str, bytes)) or len(entry) < 7:
-        refuse("it has fewer than 7 elements")
-    dev_matrix, tensor_map, shape, group = numbers(0), numbers(1), numbers(6), entry[5]
-    if any(not -1 <= axis < len(dev_matrix) for axis in tensor_map) or any(size < 1 for size in dev_matrix):
-        refuse("its tensor_map does not fit its dev_matrix")
-    if not isinstance(group, str):
-        refuse("its optimizer-shard group is not a name")
-    match = _GROUP_SIZE.fullmatch(group)
-    if group and not match:
-        refuse("the name of its optimizer-shard group does not begin with the number of its ranks")
-    axes: tuple[tuple[int, ...], ...] = tuple((axis,) if axis != -1 else () for axis in tensor_map)
-    if len(axes) != len(shape):
-        if len(entry) < 8:
-            refuse("its tensor_map does not fit its shape")
-        joined = _joined(dev_matrix, axes, numbers(7), shape)
-        if joined is None:
-            refuse("its tensor_map does not fit its shape")
-        axes = joined
-    field = entry[3]
-    if type(field) is not int or not entry[4]:
-        refuse("it is not cut evenly, which only a strategy file describes in full")
-    return Cut(dev_matrix, axes, shape, field=field, shard_size=int(match[1]) if match else 0)
-
-
-def _joined(
-    dev_matrix: tuple[int, ...],
-    tensor_map: tuple[tuple[int, ...], ...],
-    part: tuple[int, ...],
-    shape: tuple[int, ...],
-) -> tuple[tuple[int, ...], ...] | None:
-    """The tensor map of a tensor some of whose dimensions MindSpore has split in two, because two dimensions of
-    dev_matrix cut them: joined again. `part`: shape of a slice in the split form. None where they do not fit."""
-    if len(part) != len(tensor_map):
-        return None
-    joined: list[tuple[int, ...]] = []
-    at = 0
-    for size in shape:
-        axes: tuple[int, ...] = ()
-        left = size
-        while at < len(part):
-            whole = part[at] * prod(dev_matrix[-1 - axis] for axis in tensor_map[at])
-            last = left == whole
-            if not whole or left % whole or (not last and part[at] != 1):
-                return None  # only a dimension that is cut to single rows may be followed by another
-            axes += tensor_map[at]
-            left //= whole
-            at += 1
-            if last:
-                break
-        if left != 1 and size:
-            return None
-        joined.append(axes)
-    return tuple(joined) if at == len(part) else None

@@ -9,8 +9,7 @@ Source: https://protobuf.dev/programming-guides/encoding/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, NoReturn
+from typing import Final, NamedTuple, NoReturn
 
 from baftd.errors import FormatError
 
@@ -28,8 +27,7 @@ _MAX_FIELDS = 4_000_000
 _MAX_NUMBER = (1 << 29) - 1
 
 
-@dataclass(frozen=True)
-class Field:
+class Field(NamedTuple):
     """One field as it stands in the file. `value`: an unsigned number (varint), or bytes (all other wire types);
     `offset`: where its value begins, in bytes from the start of the file."""
 
