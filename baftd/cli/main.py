@@ -27,6 +27,7 @@ VERBS = {
     "list": "list checkpoints",
     "show": "show one step and its tensors",
     "verify": "recompute digests of checkpoints",
+    "plan": "what checkpoints of a job cost and survive",
     "restore": "fix from where a job goes on, or export a checkpoint",
     "gc": "remove slots and checkpoints that nobody needs",
     "doctor": "check this machine, its settings and its daemon",

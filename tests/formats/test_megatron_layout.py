@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from baftd.checkpoint.layout import Layout
 from baftd.checkpoint.mesh import ParallelDescription
 from baftd.checkpoint.ranges import Box, whole
+from baftd.checkpoint.savers import coverage_problem, divide, everyone
 from baftd.errors import UsageError
 from baftd.formats.megatron import flat_parts, megatron_layout, stage_runs
 from baftd.formats.presets import PRESETS, preset
@@ -112,6 +113,9 @@ def test_presets_hold_every_byte(name: str, words: str) -> None:
     padding = padded * shape.hidden * (1 if shape.tied else 2)
     assert layout.unique_bytes == (shape.elements + padding) * 14
     assert sum(volume_of(layout, tensor.name) for tensor in layout.tensors) == 4 * (shape.elements + padding)
+    for assignment, saved in ((divide(layout), layout.unique_bytes), (everyone(layout), layout.held_bytes)):
+        assert coverage_problem(layout, assignment) == ""
+        assert sum(assignment.loads) == saved
 
 
 def volume_of(layout: Layout, name: str) -> int:

@@ -1,0 +1,231 @@
+"""`baftd plan`: what it prints of layouts whose numbers can be worked out by hand, and when it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baftd.checkpoint.layout import Layout, LayoutBuilder, RankPlace
+from baftd.checkpoint.ranges import whole
+from baftd.wire.messages import LayoutReply, LayoutRequest, RankLayout
+from tests.support.cli import Cli, Serve
+from tests.support.daemon import ROOT
+
+MIB = 1 << 20
+
+TWO_STAGES = {
+    "world": 4,
+    "order": ["pp", "dp"],
+    "axes": {"pp": 2, "dp": 2},
+    "tensors": [
+        {"name": "layer.{i}", "each": {"i": 2}, "along": {"i": "pp"}, "shape": [1024, 1024], "dtype": "F32"},
+        {"name": "tied", "shape": [512, 1024], "dtype": "F32"},
+    ],
+}
+"""Each stage: 4 MiB on two data-parallel ranks, and 2 MiB that all four hold."""
+
+
+@pytest.fixture
+def declared(tmp_path: Path) -> Path:
+    path = tmp_path / "two-stages.json"
+    path.write_text(json.dumps(TWO_STAGES))
+    return path
+
+
+def test_bytes_before_and_after(cli: Cli, declared: Path) -> None:
+    code, found = cli.json("plan", "--layout", str(declared), "--ranks-per-node", "2")
+    assert code == 0
+    assert found["kind"] == "plan"
+    assert (found["world"], found["nodes"], found["tensors"]) == (4, 2, 3)
+    assert found["bytes"] == {"unique": 10 * MIB, "held": 24 * MIB, "saved": 10 * MIB}
+    assert [(row["stages"], row["ranks"]) for row in found["stages"]] == [([0], 2), ([1], 2)]
+    for row in found["stages"]:
+        assert row["held"] == {"least": 6 * MIB, "median": 6 * MIB, "most": 6 * MIB}
+        assert row["divided"] == {"least": 5 * MIB // 2, "median": 5 * MIB // 2, "most": 5 * MIB // 2}
+    assert [(row["axes"], row["holders"], row["ranks"], row["copy"]) for row in found["savers"]] == [
+        (["dp"], 2, 2, 4 * MIB),
+        (["dp", "pp"], 4, 4, 2 * MIB),
+        (["dp"], 2, 2, 4 * MIB),
+    ]
+    assert found["commit_plan"]["parts"] == 8
+
+
+def test_the_table(cli: Cli, declared: Path) -> None:
+    code, out, err = cli("plan", "--layout", str(declared), "--ranks-per-node", "2", "--durable")
+    assert (code, err) == (0, "")
+    assert "declaration two-stages.json, 4 ranks, on 2 nodes" in out
+    assert "3 tensors of 10.0 MiB; on all ranks together 24.0 MiB, 2.40 times as much" in out
+    assert re.search(r"^0-1 +4 +6\.00 MiB +2\.50 MiB$", out, re.MULTILINE)
+    assert re.search(r"^0-1 +2 ranks along dp +4 +8\.00 MiB +2\.00 MiB$", out, re.MULTILINE)
+    assert re.search(r"^0 and 1 +4 ranks along dp x pp +4 +2\.00 MiB +512 KiB$", out, re.MULTILINE)
+    assert "redundancy: peer, the cheapest that survives the loss of any one node" in out
+    assert "whether that fits is not known (--window-bytes)" in out
+    assert "  any one node: whole, from copies on other nodes" in out
+    assert "  any 2 nodes together: lost in memory; the newest durable step remains" in out
+
+
+def test_replicas_where_each_lies_on_a_node_of_its_own(cli: Cli, declared: Path) -> None:
+    # Ranks 0 and 1 hold the same: on nodes of their own, each node's loss leaves the other.
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "1", "--redundancy", "replicas")
+    code, found = cli.json(*given, "--lose", "3")
+    assert code == 0
+    assert found["redundancy"]["mode"] == "replicas"
+    assert found["bytes"]["saved"] == 24 * MIB
+    assert found["survival"]["any"] == {"1": True, "2": False, "3": False}
+    assert found["survival"]["breaking"] == [["node-0", "node-1"], ["node-2", "node-3"]]
+    assert found["survival"]["sentences"][0] == "any one node: whole, from the other replicas"
+    assert found["survival"]["sentences"][1] == (
+        "node-0 and node-1 together; node-2 and node-3 together: lost in memory; "
+        "nothing remains, there is no durable tier"
+    )
+    nodes = found["memory"]["nodes"]
+    assert nodes["node-0"]["slots"] >= 3 * 6 * MIB
+
+
+def test_windows_and_network_that_do_not_hold_a_step(cli: Cli, declared: Path) -> None:
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "2", "--redundancy", "peer")
+    _, found = cli.json(*given, "--window-bytes", "1 MiB", "--network-bytes", "2 MiB")
+    assert found["windows"] == {"bytes": MIB, "needed": 5 * MIB // 2, "fullest_rank": 0, "steps": 3}
+    assert found["network"] == {"bytes": 2 * MIB, "needed": 5 * MIB, "steps": 3}
+    code, out, _ = cli(*given, "--window-bytes", "1 MiB", "--network-bytes", "2 MiB")
+    assert code == 0
+    assert "can copy 1.00 MiB: a snapshot takes 3 steps (memory_every = 3)" in out
+    assert "a node must send 5.00 MiB for a step and can send 2.00 MiB: one step of 3 reaches other nodes" in out
+    _, out, _ = cli(*given, "--window-bytes", "10 MiB", "--network-bytes", "10 MiB")
+    assert "can copy 10.0 MiB: fits, 25% full" in out
+    assert "every step fits" in out
+
+
+def test_memory_that_is_not_there_is_refused_with_the_number(cli: Cli, declared: Path) -> None:
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "2", "--redundancy", "peer")
+    code, out, err = cli(*given, "--node-memory", "20 MiB")
+    assert code == 5
+    assert "memory: own slots " in out  # the table is there nevertheless
+    assert re.search(r"slots do not fit: node node-\d needs own slots .* MiB of shared memory, and 20\.0 MiB are", err)
+    assert "Give it more shared memory, spread the job over more nodes (--ranks-per-node), or take --redundancy" in err
+    code, found = cli.json(*given, "--node-memory", "20 MiB")
+    assert code == 5
+    assert found["refused"]["code"] == "no_room"
+    assert found["memory"]["fits"] is False
+    most = max(node["total"] for node in found["memory"]["nodes"].values())
+    assert found["memory"]["missing"] == most - 20 * MIB
+    code, found = cli.json(*given, "--node-memory", str(most) + " B")
+    assert (code, found["memory"]["fits"], found["memory"]["missing"]) == (0, True, 0)
+
+
+def test_one_node_survives_nothing_and_says_so(cli: Cli, declared: Path) -> None:
+    code, out, _ = cli("plan", "--layout", str(declared))
+    assert code == 0
+    assert "redundancy: none, as nothing else will do: see above" in out
+    assert "  the node: lost in memory; nothing remains, there is no durable tier" in out
+
+
+def test_ranks_and_shares(cli: Cli, declared: Path) -> None:
+    code, out, _ = cli("plan", "--layout", str(declared), "--show-ranks", "1:3", "--rank", "3")
+    assert code == 0
+    assert re.search(r"^ *1 +node-0 +0 +dp=1 pp=0 +6\.00 MiB +2\.50 MiB +2\.50 MiB$", out, re.MULTILINE)
+    assert re.search(r"^ *2 +node-0 +1 +dp=0 pp=1 ", out, re.MULTILINE)
+    assert not re.search(r"^ *0 +node-0 ", out, re.MULTILINE)
+    assert re.search(r"^rank 3 saves 2\.50 MiB in \d ranges$", out, re.MULTILINE)
+    _, found = cli.json("plan", "--layout", str(declared), "--show-ranks", ":", "--rank", "3")
+    assert [row["rank"] for row in found["ranks"]] == [0, 1, 2, 3]
+    assert sum(share["bytes"] for share in found["rank"]["shares"]) == 5 * MIB // 2
+    assert {share["tensor"] for share in found["rank"]["shares"]} <= {"layer.1", "tied"}
+
+
+def test_a_saved_layout_gives_the_same_plan(cli: Cli, declared: Path, tmp_path: Path) -> None:
+    path = tmp_path / "job.layout"
+    _, before = cli.json("plan", "--layout", str(declared), "--save-layout", str(path))
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith(".")] == []
+    _, after = cli.json("plan", "--layout", str(path))
+    assert after.pop("source") == "layout job.layout, 4 ranks"
+    assert before.pop("source") == "declaration two-stages.json, 4 ranks"
+    assert after == before
+
+
+def test_a_large_preset_prints_few_lines(cli: Cli) -> None:
+    given = ("--preset", "gpt-175b", "--tp", "8", "--pp", "16", "--dp", "16", "--window-bytes", "2GiB")
+    code, out, err = cli("plan", *given)
+    assert (code, err) == (0, "")
+    assert "gpt-175b (174.6 billion parameters), tp 8 x dp 16 x pp 16, 2048 ranks, on 256 nodes" in out
+    assert len(out.splitlines()) < 40
+    assert re.search(r"^1-14 +1792 +17\.7 GiB +1\.11 GiB$", out, re.MULTILINE)
+
+
+def test_presets_are_listed(cli: Cli) -> None:
+    code, out, _ = cli("plan", "--preset", "list")
+    assert code == 0
+    assert re.search(r"^mixtral-8x7b +32 +4096 +32 +8 +46,702,792,704$", out, re.MULTILINE)
+    _, found = cli.json("plan", "--preset", "list")
+    assert found["presets"]["gpt-175b"]["layers"] == 96
+
+
+def test_the_readme_shows_what_is_printed(cli: Cli) -> None:
+    found = re.search(r"```\n\$ baftd (plan [^\n]*)\n(.*?)\n```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    code, out, _ = cli(*found[1].split())
+    assert code == 0
+    assert out.rstrip("\n") == found[2], "run the command and paste what it prints"
+
+
+# ---------------------------------------------------------------- a running job
+
+
+def running(world: int = 2, **changes: Any) -> LayoutReply:
+    builder = LayoutBuilder(world)
+    for rank in range(world):
+        builder.place(RankPlace(rank, stages=(0,), coordinates={"dp": rank}))
+    builder.add("model.w", "F32", (256, 1024), {rank: (whole((256, 1024)),) for rank in range(world)})
+    reply: dict[str, Any] = {
+        "job": "gpt",
+        "epoch": 3,
+        "world": world,
+        "layout": builder.build().encode(),
+        "ranks": [
+            RankLayout(rank=rank, node="here", small_room=MIB, image_bytes=3 * MIB, slots=3) for rank in range(world)
+        ],
+        "slots": 3,
+        "durable": True,
+    }
+    return LayoutReply(**{**reply, **changes})
+
+
+def test_of_a_running_job(cli: Cli, serve: Serve) -> None:
+    server = serve({LayoutRequest: running()})
+    code, found = cli.json("plan", "--job", "gpt")
+    assert code == 0
+    assert found["source"] == "job gpt, epoch 3, 2 ranks"
+    assert server.received[0].job == "gpt"
+    assert list(found["memory"]["nodes"]) == ["here"]
+    assert found["memory"]["limit"] is not None  # what /dev/shm of this machine has
+    assert found["survival"]["durable"] is True
+    assert found["bytes"] == {"unique": MIB, "held": 2 * MIB, "saved": MIB}
+
+
+def test_of_a_job_without_durable_tier_and_elsewhere(cli: Cli, serve: Serve) -> None:
+    serve({LayoutRequest: running()})
+    code, found = cli.json("plan", "--job", "gpt", "--no-durable", "--shm-dir", "/nowhere", "--ranks-per-node", "1")
+    assert code == 0
+    assert found["memory"]["limit"] is None
+    assert found["survival"]["durable"] is False
+    assert found["nodes"] == 2
+
+
+def test_of_a_job_that_is_not_whole(cli: Cli, serve: Serve) -> None:
+    serve({LayoutRequest: running(layout=b"", problem="rank 1 has declared nothing.", missing=[1], ranks=[])})
+    code, _, err = cli("plan", "--job", "gpt")
+    assert code == 1
+    assert "job gpt has no whole layout: rank 1 has declared nothing. Ranks that have declared nothing here: 1." in err
+
+
+def test_a_layout_of_the_wire_is_the_one_that_is_planned(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    reply = running()
+    serve({LayoutRequest: reply})
+    path = tmp_path / "job.layout"
+    code, _, _ = cli("plan", "--job", "gpt", "--save-layout", str(path))
+    assert code == 0
+    assert Layout.decode(path.read_bytes()) == Layout.decode(reply.layout)

@@ -1,0 +1,169 @@
+"""What `baftd plan` is given: flags that contradict each other, files that are none, and every source it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from baftd.cli.plan_sources import whole_numbers
+from baftd.errors import UsageError
+from tests.support.cli import Cli
+
+GPT = ("plan", "--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--seq", "32")
+
+DECLARED = {"world": 2, "axes": {"dp": 2}, "tensors": [{"name": "w", "shape": [8, 8], "dtype": "F32"}]}
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> str:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps(DECLARED))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("plan",), "nothing to plan for. Give --job, --layout"),
+        (("plan", "--tp", "2"), "nothing to plan for"),
+        (("plan", "--preset", "gpt-175"), "there is no preset 'gpt-175'. Did you mean gpt-175b?"),
+        (("plan", "--layers", "4"), "a model by numbers needs --hidden, --heads, --vocab too"),
+        (GPT[:-2], "a model by numbers needs --seq too"),
+        ((*GPT, "--tp", "3"), "4 heads do not divide among tp = 3 ranks"),
+        ((*GPT, "--pp", "3"), "4 layers do not divide into 3 stages (pp x vpp). Say how many each stage has: "),
+        ((*GPT, "--pp", "2", "--stage-layers", "1,2"), "the stages have 3 layers together, but the model has 4"),
+        ((*GPT, "--pp", "2", "--stage-layers", "1,x"), "'x' is no number and no NUMBERxTIMES"),
+        ((*GPT, "--tp", "2", "--dp", "2", "--world", "8"), "but there are 8 ranks"),
+        ((*GPT, "--tp", "4", "--world", "6"), "tp x pp x cp = 4 does not divide 6 ranks"),
+        ((*GPT, "--vpp", "2"), "vpp = 2 needs pp of 2 or more"),
+        ((*GPT, "--dp", "2", "--ep", "2"), "ep = 2, but the model has no experts"),
+        ((*GPT, "--zero", "4"), "zero = 4 is none of 0, 1, 2 and 3"),
+        ((*GPT, "--order", "tp-pp-xx"), "order 'tp-pp-xx' is not made of tp, cp, ep, dp, pp"),
+        ((*GPT, "--hidden", "65"), "hidden 65 does not divide into 4 heads"),
+        ((*GPT, "--dtype", "FLOAT"), "an unknown type needs its itemsize"),
+        (("plan", "--preset", "gpt-1.3b", "--style", "llama"), "--style says how a model by numbers is built"),
+        ((*GPT, "--window-bytes", "4"), "'4' has no unit"),
+        ((*GPT, "--window-bytes", "0"), "--window-bytes is 0: it must be more"),
+        ((*GPT, "--ranks-per-node", "0"), "--ranks-per-node is 0: it must be more"),
+        ((*GPT, "--lose", "0"), "--lose is 0: it must be more"),
+        ((*GPT, "--copies", "0"), "--copies is 0: it must be more"),
+        ((*GPT, "--group", "1"), "a parity group needs 2 nodes or more"),
+        ((*GPT, "--dp", "2", "--rank", "2"), "--rank 2 is outside of ranks 0 to 1"),
+        ((*GPT, "--dp", "2", "--show-ranks", "2:3"), "--show-ranks 2:3 names no ranks between 0 and 2"),
+        ((*GPT, "--dp", "2", "--show-ranks", "1:1"), "--show-ranks 1:1 names no ranks"),
+        ((*GPT, "--show-ranks", "3"), "'3' is not A:B"),
+        ((*GPT, "--save-layout", "x.toml"), ".toml is for declarations by hand"),
+        ((*GPT, "--save-layout", "/nowhere/x"), "--save-layout /nowhere/x cannot be written: No such file"),
+        ((*GPT, "--shapes", "x"), "--shapes is only read with --mindspore"),
+        ((*GPT, "--layers", "-1"), "'-1' is not a whole number"),
+        (("plan", "--job", "a/b"), "a/b"),
+        (("plan", "--job", "gpt", "--layout", "x"), "not allowed with argument --job"),
+        (("plan", "--layout", "/nowhere.toml"), "/nowhere.toml cannot be read: No such file"),
+        (("plan", "--mindspore", "/nowhere"), "--mindspore /nowhere cannot be read: No such file"),
+    ],
+)
+def test_contradictions_are_one_sentence(cli: Cli, arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.startswith("baftd: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["--tp", "--layers", "--order", "--dtype", "--world"])
+def test_a_layout_says_all_of_that_itself(cli: Cli, layout: str, flag: str) -> None:
+    code, _, err = cli("plan", "--layout", layout, flag, "2")
+    assert code == 2
+    assert f"{flag} describes a model by numbers, but --layout says all of that itself" in err
+
+
+def test_an_error_is_a_document_too(cli: Cli) -> None:
+    code, found = cli.json(*GPT, "--tp", "3")
+    assert code == 2
+    assert found["error"]["code"] == "usage"
+
+
+def test_whole_numbers() -> None:
+    assert whole_numbers("7, 8x3,7") == (7, 8, 8, 8, 7)
+    with pytest.raises(UsageError):
+        whole_numbers("")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words", "element"),
+    [
+        ((), "gpt model", 14),
+        (("--dtype", "f32"), "gpt model", 12),
+        (("--optimizer", "momentum"), "gpt model", 10),
+        (("--optimizer", "none"), "gpt model", 2),
+    ],
+)
+def test_a_model_by_numbers(cli: Cli, extra: tuple[str, ...], words: str, element: int) -> None:
+    code, found = cli.json(*GPT, "--tp", "2", "--dp", "2", *extra)
+    assert code == 0
+    assert found["source"].startswith(words)
+    layer = (64 * 192 + 192) + (64 * 64 + 64) + (64 * 256 + 256) + (256 * 64 + 64) + 4 * 64
+    assert found["bytes"]["unique"] == element * (256 * 64 + 32 * 64 + 4 * layer + 2 * 64)
+
+
+def test_a_changed_preset(cli: Cli) -> None:
+    given = (
+        "plan",
+        "--preset",
+        "mixtral-8x7b",
+        "--layers",
+        "2",
+        "--tp",
+        "2",
+        "--ep",
+        "4",
+        "--world",
+        "8",
+        "--zero",
+        "1",
+    )
+    code, found = cli.json(*given)
+    assert code == 0
+    assert found["source"] == (
+        "mixtral-8x7b with other layers (3.2 billion parameters), tp 2 x dp 4, ep 4, zero 1, 8 ranks"
+    )
+
+
+def test_a_llama_by_numbers_learns_no_positions(cli: Cli) -> None:
+    code, found = cli.json(*GPT[:-2], "--style", "llama", "--kv-heads", "2", "--ffn", "96")
+    assert code == 0
+    layer = 64 * 128 + 64 * 64 + 3 * 64 * 96 + 2 * 64
+    assert found["bytes"]["unique"] == 14 * (2 * 256 * 64 + 4 * layer + 64)
+
+
+def test_nodes_of_a_declaration_are_used(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({**DECLARED, "ranks_per_node": 1}))
+    assert cli.json("plan", "--layout", str(path))[1]["nodes"] == 2
+    assert cli.json("plan", "--layout", str(path), "--ranks-per-node", "2")[1]["nodes"] == 1
+
+
+def test_files_that_are_none(cli: Cli, tmp_path: Path) -> None:
+    for name, content, code, words in (
+        ("a.layout", b"nonsense", 4, "Declarations end with .toml or .json."),
+        ("a.toml", b"\xff", 2, "is not UTF-8 text (byte 0)"),
+        ("a.json", b"{", 2, "is not JSON"),
+        ("b.toml", b"world = 1", 2, "`tensors` is missing"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        found, _, err = cli("plan", "--layout", str(tmp_path / name))
+        assert found == code
+        assert name in err
+        assert words in err
+
+
+def test_a_folder_without_strategy_files(cli: Cli, tmp_path: Path) -> None:
+    code, _, err = cli("plan", "--mindspore", str(tmp_path))
+    assert code == 2
+    assert "has no strategy file. They are called *rank<N>*.ckpt" in err
+    (tmp_path / "a_rank0.ckpt").write_bytes(b"")
+    (tmp_path / "b_rank_0.ckpt").write_bytes(b"")
+    code, _, err = cli("plan", "--mindspore", str(tmp_path))
+    assert "two files of rank 0: a_rank0.ckpt and b_rank_0.ckpt" in err
