@@ -120,7 +120,7 @@ class Survival:
         """Whether a step stays whole in memory whichever `count` nodes are lost. Raises UsageError beyond `most`."""
         if count > self.most:
             raise UsageError(f"what the loss of {count} nodes means was not asked: only up to {self.most}.")
-        return count < len(self.nodes) and all(len(one) > count for one in (*self.breaking, *self.small))
+        return all(len(one) > count for one in (*self.breaking, *self.small))
 
     def sentences(self, shown: int = 4) -> tuple[str, ...]:
         """The report for people; at most `shown` sets of each kind are named."""

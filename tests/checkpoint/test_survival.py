@@ -149,6 +149,18 @@ def test_large_jobs_are_not_enumerated() -> None:
     assert peer.sentences()[2] == "There is no durable tier to fall back on."
 
 
+def test_a_set_that_contains_a_smaller_one_says_nothing_new() -> None:
+    builder = LayoutBuilder(20)
+    for rank in range(12):
+        builder.own("mine", "F32", (4,), rank)
+    for number, ranks in enumerate([(0, 1), (11, 13), (14, 15), (14, 15, 16), (14, 17, 18)]):
+        builder.add(f"shared{number}", "F32", (4,), {rank: [((0, 4),)] for rank in ranks})
+    node_of_rank = {rank: f"n{rank:02}" for rank in range(20)}
+    survival = survivability(everyone(builder.build()), node_of_rank, Protection.of("none", ()), most=3)
+    alone = [frozenset((f"n{rank:02}",)) for rank in range(12)]
+    assert survival.breaking == (*alone, frozenset(("n14", "n15")), frozenset(("n14", "n17", "n18")))
+
+
 def test_placement() -> None:
     assert ring(["a", "b", "c"], 2) == {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
     assert ring(["a", "b"], 5) == {"a": ("b",), "b": ("a",)}
