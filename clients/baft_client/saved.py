@@ -7,8 +7,8 @@
         shards.read(fill, address)                                  # exactly the bytes that are wanted
 
 The daemon has verified every image before it named it. Headers and small states are compared with their digests again
-when they are opened, and every chunk of which a byte is read, once, when it is read first: a whole chunk is digested
-for a slice of it, but only the slice is copied.
+when they are opened, and so is every chunk of which at least an eighth is read, once, when it is read first. Where less
+of it is wanted (a few columns of a large matrix) the daemon is believed: nothing is read for the sake of the rest.
 """
 
 from __future__ import annotations

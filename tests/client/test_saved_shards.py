@@ -164,10 +164,11 @@ def test_only_what_is_read_is_verified(large: Tensor, halves: list[SlotOf], engi
     row = 750 * 4
     halves[0].damage("big", CHUNK + 5)
     bad = (CHUNK + 5) // row  # it begins in the chunk before
-    free = [((0, bad), (0, 10)), ((2800, ROWS), (3, 750)), ((0, ROWS), (750, 800))]
-    hurt = [((bad, bad + 1), (600, 601)), ((0, ROWS), (0, 750)), ((bad, ROWS), (0, 750)), ((0, ROWS), (3, 4))]
+    free = [((0, bad), (0, 100)), ((2800, ROWS), (3, 750)), ((0, ROWS), (750, 900))]
+    few = [((bad + 1, bad + 2), (0, 750)), ((0, ROWS), (100, 180))]  # less than an eighth of what they touch
+    hurt = [((bad, bad + 200), (0, 750)), ((0, ROWS), (0, 750)), ((bad, ROWS), (0, 750)), ((0, ROWS), (3, 110))]
     with opened(halves, engine) as shards:
-        for fill in plan_reads(shards.saved(), [want(large, *box) for box in free]):
+        for fill in plan_reads(shards.saved(), [want(large, *box) for box in free + few]):
             assert contents(shards, fill) == large.cut(fill.wanted.box).tobytes()
         for fill in plan_reads(shards.saved(), [want(large, *box) for box in hurt]):
             with pytest.raises(VerificationFailed, match=r"tensor 'big', saved by rank 0: .* is not what its digest"):
