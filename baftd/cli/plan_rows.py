@@ -163,13 +163,15 @@ def _axes(holders: Sequence[int], at: Sequence[Mapping[str, int]]) -> tuple[str,
     """The fewest axes that tell the holders apart and make a full grid of them; none where there are no such axes."""
     if len(holders) == 1 or not at[holders[0]]:
         return ()
-    varying = [axis for axis in sorted(at[holders[0]]) if len({at[rank][axis] for rank in holders}) > 1]
+    # Expert layers see the same ranks along other axes: they come into play only where the usual ones do not do.
+    known = sorted(at[holders[0]], key=lambda axis: (axis in ("ep", "etp", "edp"), axis))
+    varying = [axis for axis in known if len({at[rank].get(axis) for rank in holders}) > 1]
     for many in range(1, len(varying) + 1):
         for axes in combinations(varying, many):
             sizes = 1
             for axis in axes:
-                sizes *= len({at[rank][axis] for rank in holders})
-            if sizes == len(holders) == len({tuple(at[rank][axis] for axis in axes) for rank in holders}):
+                sizes *= len({at[rank].get(axis) for rank in holders})
+            if sizes == len(holders) == len({tuple(at[rank].get(axis) for axis in axes) for rank in holders}):
                 return axes
     return ()
 

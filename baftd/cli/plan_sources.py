@@ -35,7 +35,7 @@ _FIELDS = {"seq": "sequence"}
 """Flags whose field of `TransformerShape` has another name."""
 _PARALLEL = {
     "tp": "tensor parallel",
-    "pp": "pipeline stages (of --mindspore too)",
+    "pp": "pipeline stages [--mindspore: as the files say]",
     "dp": "data parallel",
     "cp": "context parallel",
     "ep": "expert parallel, within dp x cp",
@@ -216,9 +216,18 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
         raise UsageError(f"--mindspore {folder} cannot be read: {error.strerror}.") from error
     groups = _by_rank([path for path in found if path.suffix == ".pb"], folder)
     strategies = [path for path in found if path.suffix in (".ckpt", ".json") and path != arguments.shapes]
-    ranked = [path for path in strategies if _RANK.search(path.name)]
+    files = _by_rank(strategies, folder)
+    merged = strategies[0] if not files and len(strategies) == 1 else None
+    if not files and merged is None:
+        raise UsageError(
+            f"{folder} has no strategy file.", hint="They are called *rank<N>*.ckpt (or .json), one for each rank."
+        )
+    world = arguments.world or max(files if files else groups, default=-1) + 1
+    if not world:
+        raise UsageError(f"{merged} is merged: without group files (*rank<N>*.pb) give --world.")
+    read = {path: _read(path) for path in ([merged] if merged is not None else files.values())}
+    stages = arguments.pp or _stages(read)
     shapes, dtypes = _shapes(arguments.shapes)
-    stages = arguments.pp or 1
     options: dict[str, Any] = {
         "groups": {rank: _read(path) for rank, path in groups.items()} or None,
         "group_sources": {rank: str(path) for rank, path in groups.items()},
@@ -227,24 +236,27 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
         "dtypes": dtypes,
         "dtype": arguments.dtype or "F32",
     }
-    if not ranked and len(strategies) == 1:
-        world = arguments.world or max(groups, default=-1) + 1
-        if not world:
-            raise UsageError(f"{strategies[0]} is merged: without group files (*rank<N>*.pb) give --world.")
-        layout = layout_from_merged_strategy(_read(strategies[0]), str(strategies[0]), world=world, **options)
+    if merged is not None:
+        layout = layout_from_merged_strategy(read[merged], str(merged), world=world, **options)
     else:
-        files = _by_rank(ranked, folder)
-        if not files:
-            raise UsageError(
-                f"{folder} has no strategy file.", hint="They are called *rank<N>*.ckpt (or .json), one for each rank."
-            )
         layout = layout_from_strategy_files(
-            {rank: _read(path) for rank, path in files.items()},
-            world=arguments.world or max(files) + 1,
+            {rank: read[path] for rank, path in files.items()},
+            world=world,
             sources={rank: str(path) for rank, path in files.items()},
             **options,
         )
-    return Source(layout, f"MindSpore strategy in {folder.name}, {layout.world} ranks, {stages} stages")
+    words = f"MindSpore strategy in {folder.name}, {layout.world} ranks, {stages} stage{'s' * (stages != 1)}"
+    return Source(layout, words)
+
+
+def _stages(files: Mapping[Path, bytes]) -> int:
+    """Pipeline stages of a job, as its strategy files tell them; 1 where they say nothing."""
+    from baftd.formats.mindspore_strategy import parse_strategy
+
+    # The ranks of a stage usually write equal files.
+    different = {data: path for path, data in files.items()}
+    stages = [stage for data, path in different.items() for stage in parse_strategy(data, str(path)).stages]
+    return max(stages, default=0) + 1
 
 
 def _by_rank(paths: Sequence[Path], folder: Path) -> dict[int, Path]:

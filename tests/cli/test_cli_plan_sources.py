@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from baftd.cli.plan_sources import whole_numbers
 from baftd.errors import UsageError
 from tests.support.cli import Cli
+from tests.support.mindspore_samples import DATA, first_sample
 
 GPT = ("plan", "--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--seq", "32")
 
@@ -167,3 +169,58 @@ def test_a_folder_without_strategy_files(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "b_rank_0.ckpt").write_bytes(b"")
     code, _, err = cli("plan", "--mindspore", str(tmp_path))
     assert "two files of rank 0: a_rank0.ckpt and b_rank_0.ckpt" in err
+
+
+def shapes_of(name: str, path: Path) -> str:
+    shapes = {tensor: list(shape) for tensor, shape in first_sample(name).shapes.items()}
+    bias = shapes["net.head.bias"]
+    path.write_text(json.dumps({**shapes, "net.head.bias": {"shape": bias, "dtype": "Float16"}}))
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "world", "stages"), [("dp2mp2pp2", 8, 2), ("dp2mp2pp1", 4, 1), ("dp1mp1pp4", 4, 4)])
+def test_strategy_files_of_mindspore(cli: Cli, tmp_path: Path, name: str, world: int, stages: int) -> None:
+    shapes = shapes_of(name, tmp_path / "shapes.json")
+    code, found = cli.json("plan", "--mindspore", str(DATA / "first" / name), "--shapes", shapes)
+    assert code == 0
+    named = f"{stages} stages" if stages > 1 else "1 stage"
+    assert found["source"] == f"MindSpore strategy in {name}, {world} ranks, {named}"
+    assert [row["stages"] for row in found["stages"]] == [[stage] for stage in range(stages)]
+    elements = sum(math.prod(shape) for shape in first_sample(name).shapes.values())
+    assert found["bytes"]["unique"] >= 4 * elements - 2 * 8
+
+
+def test_a_merged_strategy_file(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "merged"
+    folder.mkdir()
+    (folder / "job.ckpt").write_bytes(first_sample("dp2mp2pp1").files[0])
+    shapes = shapes_of("dp2mp2pp1", tmp_path / "shapes.json")
+    given = ("plan", "--mindspore", str(folder), "--shapes", shapes)
+    code, _, err = cli(*given)
+    assert code == 2
+    assert "is merged: without group files (*rank<N>*.pb) give --world" in err
+    code, found = cli.json(*given, "--world", "4")
+    assert code == 0
+    _, ranked = cli.json("plan", "--mindspore", str(DATA / "first" / "dp2mp2pp1"), "--shapes", shapes)
+    assert found["layout_digest"] == ranked["layout_digest"]
+
+
+def test_strategy_files_that_do_not_fit(cli: Cli, tmp_path: Path) -> None:
+    folder = str(DATA / "first" / "dp2mp2pp1")
+    code, _, err = cli("plan", "--mindspore", folder)
+    assert code == 2
+    assert "binary strategy files have no shapes" in err
+    code, _, err = cli("plan", "--mindspore", folder, "--world", "8")
+    assert code == 2
+    assert "world 8 or 1 stages is wrong" in err
+    for content, words in (
+        ("[]", "is not a table of shapes"),
+        ("{", "is not JSON"),
+        ('{"a": "b"}', "`a` is 'b', not a list or a whole number"),
+        ('{"a": {"shape": [1], "dtyp": "F32"}}', "there is no key 'dtyp'; did you mean 'dtype'?"),
+    ):
+        path = tmp_path / "shapes.json"
+        path.write_text(content)
+        code, _, err = cli("plan", "--mindspore", folder, "--shapes", str(path))
+        assert code == 2
+        assert words in err
