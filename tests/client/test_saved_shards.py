@@ -166,7 +166,7 @@ def test_only_what_is_read_is_verified(large: Tensor, halves: list[SlotOf], engi
     bad = (CHUNK + 5) // row  # it begins in the chunk before
     free = [((0, bad), (0, 100)), ((2800, ROWS), (3, 750)), ((0, ROWS), (750, 900))]
     few = [((bad + 1, bad + 2), (0, 750)), ((0, ROWS), (100, 180))]  # less than an eighth of what they touch
-    hurt = [((bad, bad + 200), (0, 750)), ((0, ROWS), (0, 750)), ((bad, ROWS), (0, 750)), ((0, ROWS), (3, 110))]
+    hurt = [((bad + 1, bad + 201), (0, 750)), ((0, ROWS), (0, 750)), ((bad, ROWS), (0, 750)), ((0, ROWS), (3, 110))]
     with opened(halves, engine) as shards:
         for fill in plan_reads(shards.saved(), [want(large, *box) for box in free + few]):
             assert contents(shards, fill) == large.cut(fill.wanted.box).tobytes()
