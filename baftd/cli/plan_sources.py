@@ -291,8 +291,9 @@ def _shapes(path: Path | None) -> tuple[dict[str, list[int]] | None, dict[str, s
         if isinstance(given[name], dict):
             inner = table.table(name)
             shapes[name] = list(inner.numbers("shape", most=1 << 53))
-            if "dtype" in inner:
-                dtypes[name] = inner.text("dtype")
+            dtype = inner.text("dtype", "")
+            if dtype:
+                dtypes[name] = dtype
             inner.done()
         else:
             shapes[name] = list(table.numbers(name, most=1 << 53))
