@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from baft_client.session import Session
@@ -17,14 +17,18 @@ from baft_torch._checkpointer import Checkpointer, optimizers_of
 from baft_torch._cuda import CudaCopier
 from baft_torch._extra import ExtraState
 from baft_torch._group import identify
+from baft_torch._layout import Declared, JobLayout, LayoutSource
 from baft_torch._loader import LoaderState
 from baft_torch._models import ModelLike, ModelTree
 from baft_torch._state import TrainingState
+from baftd.checkpoint.mesh import ParallelDescription
+from baftd.errors import UsageError
+from baftd.telemetry import get_logger
 
 if TYPE_CHECKING:
     from baftd.settings import Settings
 
-__all__ = ["Checkpointer", "attach"]
+__all__ = ["Checkpointer", "Declared", "ParallelDescription", "attach"]
 
 
 def attach(
@@ -41,6 +45,9 @@ def attach(
     audit: int | None = None,
     stable: Sequence[str] = (),
     group: Any = None,
+    parallel: str | ParallelDescription | None = None,
+    names: Callable[[str], str] | None = None,
+    layout: LayoutSource | None = None,
     settings: Settings | None = None,
 ) -> Checkpointer:
     """Attach a training run to the daemon of this node. Call it on every rank, after the model is wrapped and the
@@ -55,7 +62,18 @@ def attach(
         of every N-th snapshot at its fence. stable: patterns of buffers that do not change between updates.
     group: process group whose ranks are the job's ranks (None: the default group, if there is one).
 
-    Raises UsageError and its kin (UnsupportedTensor, StateTreeError, RankError, JobNameError, SettingsError).
+    Which tensors are replicas, and which are parts of one whole, is read from DTensors, DistributedDataParallel and the
+    schedule. What they do not say, these do; a tensor of which nobody speaks belongs to its rank alone:
+    parallel: degrees such as "tp=2,pp=2,dp=2,order=tp-cp-ep-dp-pp" (None: as in the settings). Plain parameters are
+        read by the attributes that Megatron puts on them (tensor_model_parallel, partition_dim, partition_stride;
+        allreduce=False for experts); with pp > 1 give the list of this rank's model chunks, or schedule=.
+    names: from a name as it is saved ("model.stage1.layers.0.weight") to one that means the same tensor on every rank
+        ("model.layers.8.weight"), so that another number of stages or experts a rank can be started from it.
+    layout: {pattern of names: "replicated", "own", or (global shape, ranges)}, or a function of name and tensor that
+        returns one of these or None. It is asked first.
+
+    Raises UsageError and its kin (UnsupportedTensor, StateTreeError, RankError, JobNameError, SettingsError,
+    LayoutError).
     """
     optimizers = optimizers_of(optimizer)
     loader = None if dataloader is None else LoaderState(dataloader)
@@ -72,10 +90,29 @@ def attach(
         audit=audit,
     )
     try:
-        state = TrainingState(ModelTree(model, schedule, world=session.world), optimizers, stable)
+        told = JobLayout(session.rank, session.world, _degrees(parallel, session), names, layout)
+        models = ModelTree(model, schedule, world=session.world, layout=told)
+        state = TrainingState(models, optimizers, stable)
+        session.stages, session.coordinates = models.stages, models.coordinates()
+        for name, remark, count in state.remarks():
+            get_logger("torch").bind(job=session.job, rank=session.rank).warning(
+                "own_tensors", name=name, tensors=count, note=f"saved as this rank's own: {remark}"
+            )
         if state.on_device:
             session.device = CudaCopier(state.device_tensor)
-        return Checkpointer(session, state, optimizers, loader, extras)
+        return Checkpointer(session, state, optimizers, loader, extras, group)
     except BaseException:
         session.close()
         raise
+
+
+def _degrees(parallel: str | ParallelDescription | None, session: Session) -> ParallelDescription | None:
+    """What attach(parallel=) or the setting says; UsageError where it makes no sense or does not fit the ranks."""
+    given = session.settings.parallel if parallel is None else parallel
+    if isinstance(given, ParallelDescription):
+        return given
+    if not isinstance(given, str):
+        raise UsageError(
+            f"attach(parallel=) is a {type(given).__name__}.", hint='Write it as "tp=2,pp=2,dp=2", or leave it out.'
+        )
+    return ParallelDescription.parse(given, session.world) if given else None

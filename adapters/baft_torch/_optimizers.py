@@ -15,6 +15,7 @@ import torch
 
 from baft_torch._small import KIND, to_tree
 from baft_torch._tensors import is_dtensor, plain
+from baftd.errors import UsageError
 
 __all__ = ["MOVING", "OptimizerTree", "StateTensor", "placement_of"]
 
@@ -51,7 +52,24 @@ class OptimizerTree:
         self._odd: dict[str, Any] = {}
         self._ids: list[int] = []
         self._moved = 0
+        self._zero = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+        if self._zero and getattr(optimizer, "_overlap_with_ddp", False):
+            raise UsageError(
+                f"optimizer {index} is a ZeroRedundancyOptimizer with overlap_with_ddp=True: it updates parameters "
+                "within the backward pass, and no hook tells of it.",
+                hint="Leave overlap_with_ddp out.",
+            )
         self.walk()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """State of the parameters that this rank updates. ZeroRedundancyOptimizer keeps it in an optimizer within."""
+        found: dict[Any, Any] = self.optimizer.optim.state if self._zero else self.optimizer.state
+        return found
+
+    def owns(self, param: torch.Tensor) -> bool:
+        """Whether this rank updates a parameter: under ZeroRedundancyOptimizer one rank does, and has the state."""
+        return not self._zero or bool(self.optimizer._param_to_rank[param] == self.optimizer.rank)
 
     @property
     def prefix(self) -> str:
@@ -61,7 +79,7 @@ class OptimizerTree:
     def walk(self) -> None:
         """Read state and groups anew."""
         before = [each.name for each in self.tensors]
-        state = self.optimizer.state
+        state = self.state
         self.params, self.tensors, self._groups = [], [], []
         self._dicts, self._slots, self._others, self._nested, self._odd = [], [], [], [], {}
         for g, group in enumerate(self.optimizer.param_groups):
@@ -112,7 +130,7 @@ class OptimizerTree:
             state.get(key) is not tensor for state, key, tensor in self._slots
         ):
             return True
-        if len(self.optimizer.state) > len(self._dicts) and self._unseen():
+        if len(self.state) > len(self._dicts) and self._unseen():
             return True
         if not self._others:
             self._moved = 0
@@ -125,8 +143,8 @@ class OptimizerTree:
 
     def _unseen(self) -> bool:
         seen = {id(state) for state, _ in self._dicts}
-        return any(id(self.optimizer.state.get(param)) not in seen for _, param in self.params
-                   if param in self.optimizer.state)  # fmt: skip
+        state = self.state
+        return any(id(state.get(param)) not in seen for _, param in self.params if param in state)
 
     def _param_ids(self) -> list[int]:
         return [id(param) for group in self.optimizer.param_groups for param in group["params"]]
@@ -157,9 +175,9 @@ class OptimizerTree:
             other.setdefault(name, {})[key] = value
         free = {
             key: to_tree(value, f"{where}.state.{key}")
-            for key, value in self.optimizer.state.items()
+            for key, value in self.state.items()
             if not isinstance(key, torch.Tensor)
-        } if len(self.optimizer.state) != len(self._dicts) else {}  # fmt: skip
+        } if len(self.state) != len(self._dicts) else {}  # fmt: skip
         for field, value in (("other", other), ("free", free), ("odd", self._odd)):
             if value:
                 found[field] = value

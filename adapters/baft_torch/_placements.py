@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["Box", "Part", "Runs", "parts_of", "runs_of", "strided_runs"]
+from baftd.checkpoint.ranges import Box
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""(start, stop) a dimension; () for a tensor of no dimension."""
+__all__ = ["Part", "Runs", "parts_of", "runs_of", "strided_runs"]
+
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
 
@@ -28,12 +28,18 @@ class Part:
     box: Box
     """In the coordinates of the whole."""
     local: Box
-    """In the coordinates of the rank's own tensor; of the same extents as `box`."""
+    """In the coordinates of the rank's own tensor; of the same extents as `box`, or of one dimension where the rank
+    holds a range of the flattened whole."""
 
     @property
     def where(self) -> tuple[slice, ...]:
         """`local` as an index: `tensor[part.where]` is a view of the part's elements."""
         return tuple(slice(start, stop) for start, stop in self.local)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extents of `box`."""
+        return tuple(stop - start for start, stop in self.box)
 
 
 def parts_of(runs: Sequence[Runs]) -> tuple[Part, ...]:
@@ -42,7 +48,7 @@ def parts_of(runs: Sequence[Runs]) -> tuple[Part, ...]:
     A dimension of which nothing is held has no run: the result is then one empty rectangle.
     """
     if not all(runs):
-        empty = tuple((each[0][0], each[-1][1]) if len(each) == 1 else (0, sum(b - a for a, b in each)) for each in runs)
+        empty = tuple(each[0] if len(each) == 1 else (0, sum(stop - start for start, stop in each)) for each in runs)
         return (Part(empty, tuple((0, stop - start) for start, stop in empty)),)
     found = []
     for pieces in product(*(tuple(_placed(each)) for each in runs)):
@@ -58,69 +64,77 @@ def _placed(runs: Runs) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         at += stop - start
 
 
-def runs_of(tensor: Any) -> list[list[Runs]]:
-    """What the placements of a DTensor can mean on this rank: for each reading, the runs of every dimension.
+class _Cut(NamedTuple):
+    """What one placement does: a tensor dimension is cut over a mesh dimension."""
 
-    Empty where they say no part of a whole: a partial sum, an unknown placement, a rank outside of the mesh. There are
-    two readings only where `_StridedShard` stands for an order of cutting and the sizes do not divide. `fully_shard`
-    over tensor parallel then cuts in that order (`DTensorSpec._maybe_convert_StridedShard_to_shard_order`), while
-    `distribute_tensor` cuts from left to right: only the local shape tells which.
+    mesh_dim: int
+    dim: int
+    factor: int
+    parts: int
+    mine: int
+
+
+def runs_of(tensor: Any) -> tuple[list[Runs], frozenset[int]] | str:
+    """The runs of every dimension that the placements of a DTensor leave on this rank, and the dimensions of which
+    some rank holds several; or, as the end of a sentence, why it holds no part of a whole.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return []
-    cuts: list[tuple[int, int, int, int, int]] = []  # mesh dimension, tensor dimension, factor, parts, mine
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
+        return "this rank is not in its device mesh"
+    cuts: list[_Cut] = []
+    shape = tuple(int(size) for size in tensor.shape)
+    for mesh_dim, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or (placement.is_partial() and mesh.size(mesh_dim) == 1):
             continue
-        axis = getattr(placement, "dim", None)
-        if placement.is_partial() or not isinstance(axis, int):
-            return []
-        if placement.is_shard() or hasattr(placement, "split_factor"):
-            cuts.append((dim, axis, int(getattr(placement, "split_factor", 1)), mesh.size(dim), coordinate[dim]))
-        else:
-            return []
-    shape = tuple(tensor.shape)
-    if any(axis >= len(shape) for _, axis, *_ in cuts):
-        return []
-    orders = _orders(tensor, cuts, mesh)
-    readings = []
-    for order in orders:
-        runs: list[Runs] = [((0, size),) if size else () for size in shape]
-        for _, axis, factor, parts, mine in order:
-            runs[axis] = strided_runs(runs[axis], factor, parts, mine)
-        if runs not in readings:
-            readings.append(runs)
-    return readings
+        if placement.is_partial():
+            return f"it is a partial sum ({placement} over {_axis(mesh, mesh_dim)}), which is part of no whole"
+        dim = getattr(placement, "dim", None)
+        if not isinstance(dim, int) or not 0 <= dim < len(shape) or type(placement).__name__ not in _SHARDS:
+            return f"the placement {placement} over {_axis(mesh, mesh_dim)} is not known"
+        factor = int(getattr(placement, "split_factor", 1))
+        cuts.append(_Cut(mesh_dim, dim, factor, int(mesh.size(mesh_dim)), int(coordinate[mesh_dim])))
+    runs: list[Runs] = [((0, size),) if size else () for size in shape]
+    order = _order(tensor, cuts)
+    for cut in order:
+        runs[cut.dim] = strided_runs(runs[cut.dim], cut.factor, cut.parts, cut.mine)
+    return runs, frozenset(cut.dim for cut in order if cut.factor > 1 and cut.parts > 1)
 
 
-def _orders(
-    tensor: Any, cuts: list[tuple[int, int, int, int, int]], mesh: Any
-) -> list[list[tuple[int, int, int, int, int]]]:
-    """The orders in which the cuts may have been made, the likeliest first."""
-    spec = getattr(tensor, "_spec", None)
-    explicit = getattr(spec, "shard_order", None)
-    if explicit is not None:  # no _StridedShard: the spec itself says the order
-        order = [dim for entry in explicit for dim in entry.mesh_dims]
-        return [sorted(cuts, key=lambda cut: order.index(cut[0]) if cut[0] in order else cut[0])]
-    if all(cut[2] == 1 for cut in cuts):
-        return [cuts]
-    decoded = _decoded(cuts)
-    return [cuts] if decoded is None else [decoded, cuts]
+_SHARDS = ("Shard", "_StridedShard")
 
 
-def _decoded(cuts: list[tuple[int, int, int, int, int]]) -> list[tuple[int, int, int, int, int]] | None:
+def _axis(mesh: Any, mesh_dim: int) -> str:
+    names = mesh.mesh_dim_names
+    return f"mesh axis {names[mesh_dim]!r}" if names else f"mesh axis {mesh_dim}"
+
+
+def _order(tensor: Any, cuts: list[_Cut]) -> list[_Cut]:
+    """The cuts in the order in which they were made: left to right, or as `DTensorSpec.shard_order` says.
+
+    `_StridedShard` over an outer axis says that the inner ones were cut first, as `fully_shard` over tensor parallel
+    does: torch reads it so (`DTensorSpec.use_strided_shard_as_shard_order`), and where sizes do not divide, no other
+    reading is right (`compute_local_shape_and_global_offset` of torch 2.13 is not, there).
+    """
+    explicit = getattr(getattr(tensor, "_spec", None), "shard_order", None)
+    if explicit is not None:
+        order = [mesh_dim for entry in explicit for mesh_dim in entry.mesh_dims]
+        return sorted(cuts, key=lambda cut: order.index(cut.mesh_dim))
+    return _decoded(cuts) or cuts
+
+
+def _decoded(cuts: list[_Cut]) -> list[_Cut] | None:
     """The order of plain cuts for which the `_StridedShard`s stand; None if they stand for none.
 
-    Right to left, each cut comes behind those of its dimension that together have as many parts as its factor.
+    Right to left, each cut comes behind those of its dimension that together have as many parts as its factor
+    (`DTensorSpec._maybe_convert_StridedShard_to_shard_order`).
     """
-    orders: dict[int, list[tuple[int, int, int, int, int]]] = {}
+    orders: dict[int, list[_Cut]] = {}
     for cut in reversed(cuts):
-        done = orders.setdefault(cut[1], [])
+        done = orders.setdefault(cut.dim, [])
         for place in range(len(done) + 1):
-            if prod(each[3] for each in done[:place]) == cut[2]:
-                done.insert(place, (cut[0], cut[1], 1, cut[3], cut[4]))
+            if prod(each.parts for each in done[:place]) == cut.factor:
+                done.insert(place, cut._replace(factor=1))
                 break
         else:
             return None

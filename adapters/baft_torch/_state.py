@@ -8,17 +8,19 @@ over bound methods: a tree that changed is walked again, and what is the same in
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
 from baft_client.source import Source
-from baft_torch._models import ModelTree, Named
+from baft_torch._layout import Held, base_name
+from baft_torch._models import ModelTree
 from baft_torch._optimizers import OptimizerTree
+from baft_torch._rows import Item, rows_of
 from baft_torch._small import to_tree
-from baft_torch._tensors import Extent, Shard, freeze_storage, is_dtensor, plain, reduced, shard_of
+from baft_torch._tensors import freeze_storage, is_dtensor, plain, reduced
 from baftd.checkpoint.shard import TensorEntry
 from baftd.errors import UsageError
 
@@ -28,24 +30,6 @@ LARGE_BUFFER = 16 << 20
 """Bytes of a buffer above which the time that its copy holds the training thread is worth a word."""
 
 _UNCHANGING = torch.empty(0)
-
-
-@dataclass(eq=False)
-class Item:
-    """One saved tensor: where it lives now and how it is declared."""
-
-    source: Source
-    live: torch.Tensor
-    """What the framework holds: a Parameter, a state tensor, a buffer, a DTensor."""
-    local: torch.Tensor
-    """The strided tensor whose pointer and version are read: `live` itself, or a DTensor's local tensor."""
-    extent: Extent
-    staging: torch.Tensor | None = None
-
-    @property
-    def entry(self) -> TensorEntry:
-        """As declared."""
-        return self.source.entry
 
 
 class TrainingState:
@@ -63,6 +47,7 @@ class TrainingState:
         self.items: list[Item] = []
         self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.rebuild()
+        models.layout.check_used([item.entry.name for item in self.items])
         buffers = [buffer.name for buffer in models.buffers()]
         for pattern in self._patterns:
             if not any(fnmatchcase(name, pattern) for name in buffers):
@@ -89,85 +74,71 @@ class TrainingState:
         """Walk models and optimizers, and place every tensor."""
         self._items_by_place: dict[tuple[Any, ...], Item] = {}
         self._aliases = []
+        self._held: dict[int, Held] = {}
         known, self._known = self._known, {}
         stable: list[Item] = []
         volatile: list[Item] = []
 
-        def add(item: Item | None) -> None:
-            if item is not None:
+        def add(items: Iterable[Item]) -> None:
+            for item in items:
                 (stable if item.entry.kind == "stable" else volatile).append(item)
 
-        parameters = self.models.parameters()
-        by_id = {id(named.tensor): named for named in reversed(parameters)}
-        for named in parameters:
-            add(self._place(known, named.name, named.tensor, _shard(named), "stable"))
+        layout = self.models.layout
+        for named in self.models.parameters():
+            held = layout.held(named.name, named.tensor, named.origin)
+            self._held.setdefault(id(named.tensor), held)
+            add(self._place(known, named.name, named.tensor, held, "stable"))
         for tree in self.optimizers:
             for name, param in tree.params:
-                if id(param) not in by_id:
-                    add(self._place(known, f"{tree.prefix}{name}", param, None, "stable"))
+                if id(param) not in self._held:
+                    held = layout.held_of_stray(f"{tree.prefix}{name}", param)
+                    self._held[id(param)] = held
+                    add(self._place(known, f"{tree.prefix}{name}", param, held, "stable"))
             for each in tree.tensors:
-                owner = by_id.get(id(each.param))
-                add(self._place(known, each.name, each.tensor, _state_shard(each.tensor, each.param, owner), "stable"))
+                held = layout.held_of_state(each.name, each.tensor, self._held[id(each.param)], each.param.shape)
+                add(self._place(known, each.name, each.tensor, held, "stable"))
         for named in self.models.buffers():
             kind = "stable" if any(fnmatchcase(named.name, p) for p in self._patterns) else "volatile"
-            add(self._place(known, named.name, named.tensor, _shard(named), kind))
+            held = layout.held(named.name, named.tensor, named.origin)
+            add(self._place(known, named.name, named.tensor, held, kind))
         self.items = stable + volatile
         self._index(len(stable))
 
-    def _place(
-        self, known: dict[str, Item], name: str, live: torch.Tensor, shard: Shard | None, kind: str
-    ) -> Item | None:
-        """The item of a tensor; None if its bytes are another item's (a tied tensor, recorded as an alias)."""
-        view = plain(live, name)
-        local = live._local_tensor if is_dtensor(live) else live
-        extent = Extent.of(view, name)
-        if extent.staged:
-            kind = "volatile"
-        if extent.nbytes:
-            place = (view.data_ptr(), extent)
+    def _place(self, known: dict[str, Item], name: str, live: torch.Tensor, held: Held, kind: str) -> Sequence[Item]:
+        """The items of a tensor; none if its bytes are another item's (a tied tensor, recorded as an alias)."""
+        base = base_name(name, self.models.prefixed)
+        items = rows_of(name, base, live, held, kind)
+        head = items[0]
+        if head.extent.nbytes and len(items) == 1:
+            place = (head.local.data_ptr(), head.extent)
             twin = self._items_by_place.get(place)
             if twin is not None:
                 if name not in (twin.entry.name, *twin.entry.aliases):
                     twin.source.entry = replace(twin.entry, aliases=(*twin.entry.aliases, name))
-                    twin.source.entry = self._same_entry(known, twin.source.entry)
-                self._aliases.append((local, twin.local))
-                return None
-        entry = TensorEntry(
-            name=name,
-            dtype=extent.dtype,
-            shape=extent.shape,
-            nbytes=extent.nbytes,
-            kind="stable" if kind == "stable" else "volatile",
-            global_shape=shard.global_shape if shard else None,
-            ranges=shard.ranges if shard else None,
-            strides=extent.strides,
-        )
-        source = Source(self._same_entry(known, entry), 0, None, view.element_size())
-        staging = None
-        if extent.staged:
-            staging = torch.empty(extent.shape, dtype=view.dtype, device=view.device)
-        item = Item(source, live, local, extent, staging)
-        self._locate(item)
-        if extent.nbytes:
-            self._items_by_place[place] = item
-        self._known[name] = item
-        return item
+                    twin.source.entry = self._same_entry(known, twin)
+                self._aliases.append((head.local, twin.local))
+                return ()
+            self._items_by_place[place] = head
+        for item in items:
+            self._known[item.stored_name] = item
+            item.source.entry = self._same_entry(known, item)
+            self._locate(item)
+        return items
 
     @staticmethod
-    def _same_entry(known: dict[str, Item], entry: TensorEntry) -> TensorEntry:
+    def _same_entry(known: dict[str, Item], item: Item) -> TensorEntry:
         """The entry object of the last walk if it says the same: a session knows an unchanged tree by these objects."""
-        old = known.get(entry.name)
-        return old.entry if old is not None and old.entry == entry else entry
+        old = known.get(item.stored_name)
+        return old.entry if old is not None and old.entry == item.entry else item.entry
 
     @staticmethod
     def _locate(item: Item) -> None:
-        holder = item.local if item.staging is None else item.staging
         source = item.source
-        source.device = holder.device.type != "cpu"
-        source.address = holder.data_ptr() if item.extent.nbytes and not source.device else 0
-        source.keep = holder.untyped_storage()
+        source.device = item.holder.device.type != "cpu"
+        source.address = item.address() if item.entry.nbytes and not source.device else 0
+        source.keep = item.holder.untyped_storage()
         if item.entry.kind == "stable":
-            freeze_storage(holder)
+            freeze_storage(item.holder)
 
     def _index(self, stable: int) -> None:
         """Bind what is read at every boundary: pointers, sizes and shapes of all, versions of the stable ones."""
@@ -186,11 +157,12 @@ class TrainingState:
         self._locals = locals_
         self._dtensors = [(item.live, item.local) for item in self.items if is_dtensor(item.live)]
         self._by_source = {id(item.source): item for item in self.items}
-        self._staged = [item for item in self.items if item.staging is not None]
+        self._staged = [item for item in self.items if item.staging is not None and item is item.rows[0]]
         self._alias_pointers = [(a.data_ptr, b.data_ptr) for a, b in self._aliases]
         self._buffers = list(self.models.buffers())
         places = {id(item): i for i, item in enumerate(self.items)}
         self._places = {item.entry.name: places[id(item)] for item in self.items}
+        self._facts = self._what_is_known()
 
     # ------------------------------------------------------------ at every boundary
 
@@ -270,7 +242,57 @@ class TrainingState:
         extra = self.models.extra_states()
         if extra:
             found["modules"] = to_tree(extra, "model")
+        found.update(self._facts)
         return found
+
+    def _what_is_known(self) -> dict[str, Any]:
+        """What a start from another layout has to know of these tensors, beside their entries."""
+        facts: dict[str, Any] = {}
+        if self.models.prefixed:
+            facts["stages"] = list(self.models.prefixed)
+        if self.data_parallel is not None:
+            facts["data_parallel"] = self.data_parallel
+        if self.models.broadcast_buffers:
+            facts["broadcast_buffers"] = list(self.models.broadcast_buffers)
+        bound = {item.entry.name: item.held.problem for item in self.items if item.held.problem}
+        if bound:
+            facts["not_transferable"] = bound
+        return facts
+
+    def remarks(self) -> list[tuple[str, str, int]]:
+        """Why tensors that look like parts of wholes are declared as this rank's own: name of the first, the reason
+        as the end of a sentence, and how many there are of it."""
+        found: dict[str, list[str]] = {}
+        for item in self.items:
+            if item.held.remark and item is item.rows[0]:
+                found.setdefault(item.held.remark, []).append(item.entry.name)
+        return [(names[0], remark, len(names)) for remark, names in found.items()]
+
+    # ------------------------------------------------------------ the job's layout, for a start from another one
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Pipeline stages of this rank that stand in its names as "stage<k>."."""
+        return self.models.prefixed
+
+    @property
+    def stage_count(self) -> int:
+        """Stages of the pipeline; 0: there is none, or it does not say."""
+        return self.models.pipeline.count
+
+    @property
+    def data_parallel(self) -> int | None:
+        """Replicas of the job that see different data; None where nobody says."""
+        return self.models.data_parallel
+
+    def held_of(self, param: torch.Tensor) -> Held:
+        """What this rank holds of a parameter of an attached model or optimizer."""
+        return self._held[id(param)]
+
+    def held_of_state(self, param: torch.Tensor, shape: Sequence[int]) -> Held:
+        """What this rank would hold of a tensor of `param`'s optimizer state. `shape`: of the whole, as saved."""
+        held = self.held_of(param)
+        return held if len(shape) and tuple(shape) == held.shape else self.models.layout.derived(shape, held)
 
     def large_buffers(self) -> list[tuple[str, int]]:
         """Name and bytes of volatile tensors above LARGE_BUFFER: each boundary waits for their copy."""
@@ -283,7 +305,7 @@ class TrainingState:
     def device_tensor(self, source: Source) -> torch.Tensor:
         """The tensor on a device that a source stands for."""
         item = self._by_source[id(source)]
-        return item.local if item.staging is None else item.staging
+        return item.holder if item.part is None else item.holder[item.part.where]
 
     @property
     def on_device(self) -> bool:
@@ -291,14 +313,9 @@ class TrainingState:
         return any(item.source.device for item in self.items)
 
     def by_name(self) -> dict[str, Item]:
-        """Every item by its name and its aliases."""
-        return {name: item for item in self.items for name in (item.entry.name, *item.entry.aliases)}
-
-
-def _shard(named: Named) -> Shard | None:
-    if is_dtensor(named.tensor):
-        return shard_of(named.tensor) if named.ranged else None
-    return _whole(named.tensor) if named.replicated else None
+        """Every live tensor by its name and its aliases: the first of its items, which knows the others (`rows`)."""
+        heads = [item for item in self.items if item is item.rows[0]]
+        return {name: item for item in heads for name in (item.entry.name, *item.entry.aliases)}
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -308,17 +325,3 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
         and (a.dtype, a.shape, a.stride(), a.device, a.layout) == (b.dtype, b.shape, b.stride(), b.device, b.layout)
         and not (b.is_conj() or b.is_neg())
     )
-
-
-def _state_shard(tensor: torch.Tensor, param: torch.Tensor, owner: Named | None) -> Shard | None:
-    """Optimizer state is replicated where its parameter is."""
-    if owner is None:
-        return None
-    if is_dtensor(tensor):
-        return shard_of(tensor) if owner.ranged else None
-    return _whole(tensor) if owner.replicated and not is_dtensor(param) else None
-
-
-def _whole(tensor: torch.Tensor) -> Shard:
-    shape = tuple(tensor.shape)
-    return Shard(shape, tuple((0, size) for size in shape))

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baft_torch._dtypes import tag_of
+from baft_torch._placements import parts_of, runs_of
 from baftd.errors import UnsupportedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = ["Extent", "Shard", "freeze_storage", "is_dense", "is_dtensor", "plain", "reduced", "shard_of"]
 
@@ -122,42 +120,11 @@ def shard_of(tensor: torch.Tensor) -> Shard | None:
 
     A partial sum (`Partial`) is not a part of anything; an order left by `_StridedShard` may not be a rectangle.
     """
-    if not is_dtensor(tensor):
+    found = runs_of(tensor) if is_dtensor(tensor) else ""
+    if isinstance(found, str):
         return None
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None:
-        return None
-    shape = tuple(tensor.shape)
-    indices = [range(size) for size in shape]
-    lists: list[list[int] | range] = list(indices)
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_partial():
-            return None
-        if placement.is_replicate():
-            continue
-        axis = getattr(placement, "dim", None)
-        if axis is None:
-            return None
-        parts, mine = tensor.device_mesh.size(dim), coordinate[dim]
-        split = getattr(placement, "split_factor", 1)
-        lists[axis] = [i for piece in _chunks(lists[axis], split) for i in _chunk(piece, parts, mine)]
-    ranges = []
-    for part in lists:
-        first = part[0] if len(part) else 0
-        if len(part) and part[-1] - first + 1 != len(part):
-            return None
-        ranges.append((first, first + len(part)))
-    return Shard(shape, tuple(ranges))
-
-
-def _chunks(items: Sequence[int], count: int) -> list[Sequence[int]]:
-    """As torch.chunk: pieces of ceil(n / count), the last ones shorter or missing."""
-    return [_chunk(items, count, i) for i in range(count)]
-
-
-def _chunk(items: Sequence[int], count: int, index: int) -> Sequence[int]:
-    size = -(-len(items) // count)
-    return items[index * size : (index + 1) * size]
+    parts = parts_of(found[0])
+    return Shard(tuple(tensor.shape), parts[0].box) if len(parts) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -173,6 +173,22 @@ def _users(value: object) -> tuple[int, ...]:
     return tuple(dict.fromkeys(users))
 
 
+_DEGREE = re.compile(r"[a-z]+=(?:[0-9]{1,9}|[a-z]+(?:-[a-z]+)*)")
+
+
+def _parallel(value: object) -> str:
+    """Text such as "tp=2,pp=2,dp=2"; what it says is checked where the number of ranks is known."""
+    if value in ("", "off", None):
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text such as \"tp=2,pp=2,dp=2\"")
+    words = [word.strip() for word in value.replace(";", ",").split(",") if word.strip()]
+    for word in words:
+        if not _DEGREE.fullmatch(word.replace(" ", "")):
+            raise ValueError(f'{word!r} is not understood; expected degrees such as "tp=2,pp=2,dp=2"')
+    return ",".join(word.replace(" ", "") for word in words)
+
+
 def _redis(value: object) -> str:
     if value == "":
         return ""
@@ -309,6 +325,11 @@ class Settings:
     engine: str = _setting(
         _choice("auto", "native", "python"), "auto", "copy engine; auto: native where its extension was built",
         kind="auto, native or python", reader="trainer",
+    )  # fmt: skip
+
+    parallel: str = _setting(
+        _parallel, "", 'degrees of parallelism of the job, such as `"tp=2,pp=2,dp=2"`; where `attach()` is not told',
+        kind="degrees or off", reader="trainer", default_text="off", show=_show_off,
     )  # fmt: skip
 
     log_level: str = _setting(
