@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baftd.cli.common import add_json, add_settings, print_json, settings_of
-from baftd.cli.plan_sources import Source, add_source_arguments, count, read_source
+from baftd.cli.plan_sources import Source, add_source_arguments, count, layout_file, read_source
 from baftd.cli.render import complain, print_table, say
 from baftd.errors import NoRoom, UsageError
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument("--group", type=count, default=4, metavar="G", help="of parity: nodes of a group [4]")
     wanted.add_argument("--lose", type=count, default=2, metavar="K", help="report losses of up to so many nodes [2]")
     show = parser.add_argument_group("output")
+    show.add_argument("--onto", type=Path, metavar="FILE", help="what a restore onto that layout or declaration reads")
     show.add_argument("--show-ranks", type=span, metavar="A:B", help="a line for each rank from A up to, without, B")
     show.add_argument("--rank", type=count, metavar="R", help="list what this rank saves")
     show.add_argument("--save-layout", type=Path, metavar="FILE", help="write the layout, to be read by --layout")
@@ -78,6 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Read the layout, plan, print."""
     if arguments.preset == "list":
         return _list_presets(arguments.json)
+    from baftd.cli.plan_onto import restore_document, restore_onto, said_restore
     from baftd.cli.plan_report import Plan, document, print_plan
 
     source = read_source(arguments)
@@ -100,10 +102,15 @@ def run(arguments: argparse.Namespace) -> int:
     refusal = plan.refusal()
     first, last = arguments.show_ranks or (0, 0)
     ranks = range(first, layout.world if last == -1 else last)
+    restore = None if arguments.onto is None else restore_onto(plan.offer.assignment, layout_file(arguments.onto))
     if arguments.json:
-        print_json("plan", document(plan, ranks, arguments.rank, refusal))
+        found = document(plan, ranks, arguments.rank, refusal)
+        print_json("plan", found if restore is None else {**found, "restore": restore_document(restore)})
     else:
         print_plan(plan, ranks, arguments.rank)
+        if restore is not None:
+            print()
+            said_restore(restore)
     if refusal is not None:
         complain(str(refusal))
         return NoRoom.exit_code

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from baftd.formats.transformer import TransformerShape
     from baftd.wire.messages import LayoutReply
 
-__all__ = ["Source", "add_source_arguments", "read_source", "whole_numbers"]
+__all__ = ["Source", "add_source_arguments", "count", "layout_file", "read_source", "whole_numbers"]
 
 _MODEL = {
     "layers": "layers",
@@ -131,7 +131,7 @@ def read_source(arguments: argparse.Namespace) -> Source:
             raise UsageError(f"{flag} describes a model by numbers, but {given[0]} says all of that itself.")
         if arguments.job is not None:
             return _from_job(arguments)
-        return _from_file(arguments.layout) if arguments.layout is not None else _from_mindspore(arguments)
+        return layout_file(arguments.layout) if arguments.layout is not None else _from_mindspore(arguments)
     if arguments.preset is None and not model:
         raise UsageError(
             "nothing to plan for.", hint="Give --job, --layout, --mindspore, --preset, or --layers and its like."
@@ -176,7 +176,8 @@ def _who_is_missing(reply: LayoutReply) -> str:
 # ---------------------------------------------------------------- files
 
 
-def _from_file(path: Path) -> Source:
+def layout_file(path: Path) -> Source:
+    """A declaration, or a layout that was saved. Raises UsageError, LayoutError and FormatError naming the file."""
     from baftd.checkpoint.layout import Layout
     from baftd.errors import FormatError
     from baftd.formats.declared_layout import layout_from_declaration

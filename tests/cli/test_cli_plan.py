@@ -147,6 +147,24 @@ def test_a_saved_layout_gives_the_same_plan(cli: Cli, declared: Path, tmp_path: 
     assert after == before
 
 
+def test_a_restore_onto_another_layout(cli: Cli, declared: Path, tmp_path: Path) -> None:
+    path = tmp_path / "one-stage.json"
+    path.write_text(json.dumps({**TWO_STAGES, "world": 2, "axes": {"pp": 1, "dp": 2}}))
+    given = ("plan", "--layout", str(declared), "--onto", str(path))
+    code, out, _ = cli(*given)
+    assert code == 0
+    assert "a restore onto declaration one-stage.json, 2 ranks:" in out
+    assert "  each of 2 ranks reads 10.0 MiB, out of 4 shards of up to 10.0 MiB together" in out
+    assert "  of each shard 5.00 MiB are read, by all ranks together" in out
+    _, found = cli.json(*given)
+    assert found["restore"]["read"] == {"least": 10 * MIB, "median": 10 * MIB, "most": 10 * MIB}
+    assert found["restore"]["sources"]["most"] == 4
+    path.write_text(json.dumps({**TWO_STAGES, "tensors": [{"name": "new", "shape": [4], "dtype": "F32"}]}))
+    code, _, err = cli(*given)
+    assert code == 2
+    assert "tensor 'new' [0:4] of rank 0" in err
+
+
 def test_a_large_preset_prints_few_lines(cli: Cli) -> None:
     given = ("--preset", "gpt-175b", "--tp", "8", "--pp", "16", "--dp", "16", "--window-bytes", "2GiB")
     code, out, err = cli("plan", *given)
