@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -10,13 +11,17 @@ from typing import Any
 
 import torch
 
+from baft_client.saved import SavedShards
 from baft_client.session import Session
 from baft_client.source import Counters, OutcomeKind
 from baft_torch import _rng
+from baft_torch._agreement import Agreement
+from baft_torch._common import Common
 from baft_torch._extra import ExtraState
 from baft_torch._hooks import UpdateHooks
 from baft_torch._loader import LoaderState
-from baft_torch._restore import load
+from baft_torch._reshard import plan_reshard
+from baft_torch._restore import differences, load
 from baft_torch._state import TrainingState
 from baft_torch._tensors import is_dtensor
 from baftd.errors import BaftError, FormatError, ModelMismatch, UsageError
@@ -43,6 +48,7 @@ class Checkpointer:
         optimizers: Sequence[Any],
         loader: LoaderState | None,
         extra: ExtraState,
+        group: Any = None,
     ) -> None:
         self._session = session
         self._state = state
@@ -50,6 +56,8 @@ class Checkpointer:
         self._extra = extra
         self._generators = {**(loader.generators() if loader else {}), **extra.generators()}
         self._optimizers = list(optimizers)
+        self._agreement = Agreement(group, timeout=session.settings.restore_wait)
+        self._not_carried: tuple[str, ...] = ()
         self._step: int | None = None
         self._since_resume = 0
         self._begun = False
@@ -69,26 +77,31 @@ class Checkpointer:
 
     # ------------------------------------------------------------ what a loop calls
 
-    def resume(self, *, fresh: bool = False, takeover: bool = False, timeout: float | None = None) -> int:
+    def resume(
+        self, *, fresh: bool = False, takeover: bool = False, reshard: bool = False, timeout: float | None = None
+    ) -> int:
         """Meet all ranks, load the newest checkpoint that every rank can have, and return the first step to run.
 
         0: the job begins. `fresh`: begin at 0 whatever is known. `takeover`: do not wait for a predecessor that still
-        runs. Raises NothingRestorable, Unreachable, TryAgain, RankError, ModelMismatch, VerificationFailed.
+        runs. `reshard`: the saved ranks may have been others, or laid out in another way: tensors are cut anew for this
+        layout, and `not_carried` names what belonged to the saved ranks alone. Where nothing has changed it does
+        nothing, so it may always be given. Give it on all ranks.
+
+        Raises NothingRestorable, Unreachable, TryAgain, RankError, ModelMismatch, VerificationFailed.
         """
         if self._step is not None:
             raise UsageError("resume() was called twice.")
-        resumed = self._session.resume(fresh=fresh, takeover=takeover, timeout=timeout)
-        image = resumed.image
-        if image is not None:
+        resumed = self._session.resume(fresh=fresh, takeover=takeover, reshard=reshard, timeout=timeout)
+        if resumed.image is not None or resumed.shards is not None:
             try:
-                self._load(image)
-                image.verify_rest()
+                if resumed.shards is not None:
+                    self._load_shards(resumed.shards)
+                else:
+                    self._load(resumed.image)
             except Exception as problem:
                 with suppress(BaftError):  # it says of all ranks what this one knows better
                     self._session.restored(ok=False, reason=str(problem) or type(problem).__name__)
                 raise
-            finally:
-                image.close()
         self._session.restored(ok=True)
         self._step = resumed.step
         self._hooks.updates = self._updates_at_boundary = resumed.updates
@@ -197,6 +210,13 @@ class Checkpointer:
         return self._hooks.updates
 
     @property
+    def not_carried(self) -> tuple[str, ...]:
+        """After a `resume(reshard=True)` into another layout: small state that differed among the ranks that saved it,
+        so that no rank of the new layout could have it, and that begins anew ("rng.torch", "dataloader",
+        "extra.<name>", "modules.<name>"). Empty otherwise."""
+        return self._not_carried
+
+    @property
     def counters(self) -> Counters:
         """What has been copied, sealed, skipped and torn."""
         return self._session.counters
@@ -292,10 +312,8 @@ class Checkpointer:
     # ------------------------------------------------------------ restore
 
     def _load(self, image: Any) -> None:
-        small = image.small
-        if not isinstance(small, dict) or small.get("format") != FORMAT:
-            known = small.get("format") if isinstance(small, dict) else type(small).__name__
-            raise FormatError(f"the small state of the checkpoint has format {known!r}, this adapter reads {FORMAT}.")
+        """What this rank saved, as it is."""
+        small = _known_format(image.small)
         if (self._loader is None) != ("loader" not in small):
             had = "a" if "loader" in small else "no"
             raise ModelMismatch(f"the checkpoint was saved with {had} data loader attached, and this run differs.")
@@ -306,6 +324,69 @@ class Checkpointer:
             put_back()
         else:
             self._loader.load(small["loader"], put_back)
+        image.verify_rest()
+
+    def _load_shards(self, shards: SavedShards) -> None:
+        """What other ranks saved, or these in another layout, cut for this rank."""
+        smalls = {rank: _known_format(shards.small(rank)) for rank in range(shards.world)}
+        mine = smalls.get(self.rank)
+        same = shards.world == self.world and mine is not None and self._fits(shards.image(self.rank), mine)
+        if self._agreement.all(same):
+            self._load(shards.image(self.rank))
+            return
+        plan = plan_reshard(
+            shards,
+            smalls,
+            self._state,
+            rank=self.rank,
+            extra=self._extra.names,
+            loader=self._loader is not None,
+            agreement=self._agreement,
+        )
+        plan.apply(self._state)
+        for sentence in plan.said:
+            self._say_once("reshard", sentence)
+        self._load_common(plan.common)
+        self._say_not_carried(shards, plan.common)
+
+    def _fits(self, image: Any, small: Mapping[str, Any]) -> bool:
+        """Whether this rank is laid out as the one was that saved `image`."""
+        self._state.rebuild()
+        return (
+            (self._loader is None) == ("loader" not in small)
+            and set(small.get("extra", {})) == self._extra.names
+            and not differences(image, self._state, small)
+        )
+
+    def _load_common(self, common: Common) -> None:
+        """The small state that all saved ranks agreed on."""
+        self._extra.load(common.extra, partly=True)
+
+        def put_back() -> None:
+            # What is not carried keeps the numbers that it has at this moment.
+            now = _rng.capture(self._generators)
+            carried = {**common.rng}
+            if "generators" in carried:
+                carried["generators"] = {**now.get("generators", {}), **carried["generators"]}
+            self._put_back({**now, **carried})()
+
+        if self._loader is None or common.loader is None:
+            put_back()
+        else:
+            self._loader.load(common.loader, put_back)
+
+    def _say_not_carried(self, shards: SavedShards, common: Common) -> None:
+        self._not_carried = common.not_carried
+        reasons = defaultdict(list)
+        for name in common.not_carried:
+            reasons[common.why[name]].append(name)
+        for why, names in reasons.items():
+            self._log.warning(
+                "not_carried",
+                step=shards.step,
+                names=",".join(names),
+                note=f"saved by {shards.world} ranks, loaded by {self.world}: each {why}, and begins anew",
+            )
 
     def _put_back(self, saved: Mapping[str, Any]) -> Callable[[], None]:
         def put_back() -> None:
@@ -339,6 +420,14 @@ class Checkpointer:
         problem, self._pending = self._pending, None
         if problem is not None:
             raise problem
+
+
+def _known_format(small: Any) -> dict[str, Any]:
+    """Small state that this adapter can read; FormatError for another."""
+    if not isinstance(small, dict) or small.get("format") != FORMAT:
+        known = small.get("format") if isinstance(small, dict) else type(small).__name__
+        raise FormatError(f"the small state of the checkpoint has format {known!r}, this adapter reads {FORMAT}.")
+    return small
 
 
 def _holds_something(grad: torch.Tensor) -> bool:

@@ -54,10 +54,16 @@ class ExtraState:
             if not isinstance(value, torch.Generator)
         }
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Give every object its state back. ModelMismatch if the names are not those that were saved."""
-        now = {name for name, value in self._values.items() if not isinstance(value, torch.Generator)}
-        if set(saved) != now:
+    @property
+    def names(self) -> set[str]:
+        """Of all values but the generators."""
+        return {name for name, value in self._values.items() if not isinstance(value, torch.Generator)}
+
+    def load(self, saved: Mapping[str, Any], *, partly: bool = False) -> None:
+        """Give every object its state back. ModelMismatch if the names are not those that were saved; `partly`: some
+        may be missing, and keep the state that they have."""
+        now = self.names
+        if set(saved) - now or (now - set(saved) and not partly):
             missing = [f"{name} was saved and is not attached" for name in sorted(set(saved) - now)]
             added = [f"{name} is attached and was not saved" for name in sorted(now - set(saved))]
             raise ModelMismatch(f"extra differs from the checkpoint's: {'; '.join(missing + added)}.")

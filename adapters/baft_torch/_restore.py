@@ -25,7 +25,7 @@ from baft_torch._tensors import is_dtensor, plain, reduced
 from baftd.checkpoint.shard import TensorEntry
 from baftd.errors import FormatError, ModelMismatch
 
-__all__ = ["Image", "differences", "install", "load", "owner_of", "placement", "strides_of", "with_tensors"]
+__all__ = ["Image", "differences", "install", "load", "model_items", "owner_of", "placement", "with_tensors"]
 
 
 class Image(Protocol):
@@ -47,19 +47,53 @@ class Image(Protocol):
 
 
 @dataclass(frozen=True)
+class _Rows:
+    """What was saved of one tensor: usually one entry, several where the rank held separate ranges of the whole. They
+    lie in the local tensor one behind the other along dimension 0."""
+
+    entries: tuple[tuple[str, TensorEntry], ...]
+    """With their stored names, by range."""
+
+    @property
+    def first(self) -> TensorEntry:
+        """All have its dtype and its shape but for dimension 0."""
+        return self.entries[0][1]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        if len(self.entries) == 1:
+            return self.first.shape
+        return (sum(entry.shape[0] for _, entry in self.entries), *self.first.shape[1:])
+
+    def of(self, row: Item) -> tuple[str, TensorEntry]:
+        """Stored name and entry of what belongs into a row of the live tensor, whose rows are the same."""
+        if len(self.entries) == 1:
+            return self.entries[0]
+        return next(each for each in self.entries if each[1].ranges == row.entry.ranges)
+
+    def like(self, param: Item | None) -> _Rows:
+        """In the order in which a parameter's local tensor holds the same ranges, where there are several."""
+        order = [] if param is None else [row.entry.ranges for row in param.rows]
+        if len(self.entries) == 1 or {entry.ranges for _, entry in self.entries} != set(order):
+            return self
+        return _Rows(tuple(sorted(self.entries, key=lambda each: order.index(each[1].ranges))))
+
+
+@dataclass(frozen=True)
 class _Saved:
-    """Saved tensors by every name they have, and those of each optimizer."""
+    """Saved tensors by every name they have, those of optimizers among them."""
 
     image: Image
-    tensors: dict[str, TensorEntry]
+    tensors: dict[str, _Rows]
 
     @classmethod
     def of(cls, image: Image) -> _Saved:
-        tensors: dict[str, TensorEntry] = {}
-        for entry in image.entries.values():
+        found: dict[str, list[tuple[str, TensorEntry]]] = {}
+        for stored, entry in image.entries.items():
             for name in (entry.name, *entry.aliases):
-                tensors[name] = entry
-        return cls(image, tensors)
+                found.setdefault(name, []).append((stored, entry))
+        return cls(image, {n: _Rows(tuple(sorted(e, key=lambda each: each[1].ranges or ()))) for n, e in found.items()})
 
 
 def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
@@ -78,14 +112,16 @@ def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
         )
     saved = _Saved.of(image)
     trees = small.get("optimizers", [])
-    live = _model_items(state)
+    live = model_items(state)
     done: set[int] = set()
     for name, item in live.items():
         if id(item) not in done and name in saved.tensors:
             done.add(id(item))
-            _write(saved, saved.tensors[name], item.live, name)
+            for row in item.rows:
+                _write(saved, *saved.tensors[name].of(row), row.target(), name)
+            _raise_versions(item.live, item.local)
     for tree, described in zip(state.optimizers, trees, strict=True):
-        _load_optimizer(saved, tree, described)
+        _load_optimizer(saved, tree, described, live)
     unknown = state.models.set_extra_states(from_tree(small.get("modules", {})))
     if unknown:
         raise ModelMismatch(f"extra state was saved of modules that are not in this model: {', '.join(unknown)}.")
@@ -97,12 +133,12 @@ def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
 def differences(image: Image, state: TrainingState, small: Mapping[str, Any]) -> list[str]:
     """One sentence for each thing that keeps the image from being loaded as it is; call `state.rebuild()` before."""
     saved = _Saved.of(image)
-    return _model_differences(saved, _model_items(state), state) + _optimizer_differences(
+    return _model_differences(saved, model_items(state), state) + _optimizer_differences(
         small.get("optimizers", []), state
     )
 
 
-def _model_items(state: TrainingState) -> dict[str, Item]:
+def model_items(state: TrainingState) -> dict[str, Item]:
     """Every live tensor but those of optimizers' states, by its name and its aliases."""
     states = {each.name for tree in state.optimizers for each in tree.tensors}
     return {name: item for name, item in state.by_name().items() if name not in states}
@@ -119,22 +155,32 @@ def _model_differences(saved: _Saved, live: Mapping[str, Item], state: TrainingS
     for name in sorted(set(live) - set(saved.tensors)):
         found.append(f"{name} is in the model but was not saved")
     for name in sorted(set(live) & set(saved.tensors)):
-        found += _tensor_differences(name, saved.tensors[name], live[name].entry)
+        found += _tensor_differences(name, saved.tensors[name], live[name])
     return found
 
 
-def _tensor_differences(name: str, saved: TensorEntry, live: TensorEntry) -> list[str]:
+def _tensor_differences(name: str, rows: _Rows, item: Item) -> list[str]:
+    saved, live = rows.first, item.entry
     if saved.dtype != live.dtype:
         return [f"{name} was saved as {saved.dtype} and is {live.dtype}"]
     whole, now = saved.global_shape, live.global_shape
     if whole is not None and now is not None and whole != now:
         return [f"{name} was saved with shape {list(whole)} and has {list(now)}"]
+    if len(rows.entries) > 1 or len(item.rows) > 1:
+        was, now_held = ([each.ranges for each in some] for some in ([e for _, e in rows.entries], _entries(item)))
+        if was != now_held:
+            return [f"{name} was saved as the parts {was} of the whole and is {now_held}"]
+        return []
     if saved.shape != live.shape:
         part = " on this rank" if whole is not None else ""
         return [f"{name} was saved with shape {list(saved.shape)}{part} and has {list(live.shape)}"]
     if saved.ranges is not None and live.ranges is not None and saved.ranges != live.ranges:
         return [f"{name} was saved as the part {list(saved.ranges)} of the whole and is {list(live.ranges)}"]
     return []
+
+
+def _entries(item: Item) -> list[TensorEntry]:
+    return sorted((row.entry for row in item.rows), key=lambda entry: entry.ranges or ())
 
 
 def _optimizer_differences(trees: Any, state: TrainingState) -> list[str]:
@@ -161,45 +207,58 @@ def _optimizer_differences(trees: Any, state: TrainingState) -> list[str]:
 # ---------------------------------------------------------------- bytes
 
 
-def _write(saved: _Saved, entry: TensorEntry, live: torch.Tensor, name: str) -> None:
-    """Copy saved bytes into the memory of `live`, whatever its order and device."""
-    target = reduced(plain(live, name), name)
+def _write(saved: _Saved, stored: str, entry: TensorEntry, target: torch.Tensor, name: str) -> None:
+    """Copy saved bytes into the memory of `target`, whatever its order and device."""
+    target = reduced(target, name)
     if entry.nbytes == 0:
         return
     direct = target.device.type == "cpu" and not target.is_conj() and not target.is_neg()
-    if direct and tuple(target.stride()) == strides_of(entry):
-        saved.image.copy_into(entry.name, target.data_ptr(), entry.nbytes)
-        increment_version(live)
-        increment_version(target)  # of a DTensor the local tensor counts for itself
+    if direct and tuple(target.stride()) == _strides(entry):
+        saved.image.copy_into(stored, target.data_ptr(), entry.nbytes)
     else:
         with torch.no_grad():
-            target.copy_(_fresh(saved, entry, torch.device("cpu")))
+            target.copy_(_fresh(saved, _Rows(((stored, entry),)), torch.device("cpu")))
 
 
-def strides_of(entry: TensorEntry) -> tuple[int, ...]:
-    """In elements, of the saved bytes."""
-    if entry.strides is not None:
-        return entry.strides
-    return tuple(prod(entry.shape[i + 1 :]) for i in range(len(entry.shape)))
+def _raise_versions(live: torch.Tensor, local: torch.Tensor) -> None:
+    """Memory was written past the framework: autograd and the witnesses of a snapshot shall see it."""
+    for tensor in (live, local):  # of a DTensor the local tensor counts for itself
+        if not tensor.is_inference():
+            increment_version(tensor)
 
 
-def _fresh(saved: _Saved, entry: TensorEntry, device: torch.device) -> torch.Tensor:
+def _strides(entry: TensorEntry) -> tuple[int, ...]:
+    return entry.strides if entry.strides is not None else _row_major(entry.shape)
+
+
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _fresh(saved: _Saved, rows: _Rows, device: torch.device) -> torch.Tensor:
     """A new tensor with the saved elements, in the saved order."""
-    dtype = dtype_of(entry.dtype)
+    first = rows.first
+    dtype = dtype_of(first.dtype)
     if dtype is None:
-        raise FormatError(f"tensor {entry.name!r} is of type {entry.dtype}, which torch {torch.__version__} lacks.")
-    made = torch.empty_strided(entry.shape, strides_of(entry), dtype=dtype)
-    if entry.nbytes:
-        saved.image.copy_into(entry.name, made.data_ptr(), entry.nbytes)
+        raise FormatError(f"tensor {first.name!r} is of type {first.dtype}, which torch {torch.__version__} lacks.")
+    strides = _strides(first) if len(rows.entries) == 1 else _row_major(rows.shape)
+    made = torch.empty_strided(rows.shape, strides, dtype=dtype)
+    address = made.data_ptr()
+    for stored, entry in rows.entries:
+        if entry.nbytes:
+            saved.image.copy_into(stored, address, entry.nbytes)
+            address += entry.nbytes
     return made.to(device)
 
 
 # ---------------------------------------------------------------- optimizers
 
 
-def _load_optimizer(saved: _Saved, tree: OptimizerTree, described: Mapping[str, Any]) -> None:
+def _load_optimizer(
+    saved: _Saved, tree: OptimizerTree, described: Mapping[str, Any], live: Mapping[str, Item]
+) -> None:
     """Give an optimizer its options and its state, made where it is missing, in place where it exists."""
-    state = tree.optimizer.state
+    state = tree.state
     odd = described.get("odd", {})
     params = dict(tree.params)
     values: dict[str, dict[Any, Any]] = {}
@@ -208,12 +267,15 @@ def _load_optimizer(saved: _Saved, tree: OptimizerTree, described: Mapping[str, 
         values = {name: from_tree(value) for name, value in described["whole"].items()}
     else:
         nested = _referenced(described.get("other", {}))
-        for name, entry in saved.tensors.items():
+        for name, rows in saved.tensors.items():
             owner = owner_of(name, tree.prefix, params)
             if owner is not None and name not in nested:
                 key = name[len(tree.prefix) + len(owner) + 1 :]
                 existing = state[params[owner]].get(key) if params[owner] in state else None
-                values.setdefault(owner, {})[key] = _tensor(saved, entry, params[owner], odd.get(name), existing, name)
+                ordered = rows.like(live.get(f"model.{owner}"))
+                values.setdefault(owner, {})[key] = _tensor(
+                    saved, ordered, params[owner], odd.get(name), existing, name
+                )
         for owner, others in described.get("other", {}).items():
             for key, value in others.items():
                 values.setdefault(owner, {})[key] = _resolve(value, saved, params[owner], odd)
@@ -236,7 +298,7 @@ def install(
     state: dict[Any, Any] = {numbers[owner]: dict(value) for owner, value in values.items() if owner in numbers}
     state.update({key: from_tree(value) for key, value in free.items()})
     optimizer.load_state_dict({"state": state, "param_groups": groups})
-    _keep_exact(optimizer, {params[owner]: value for owner, value in values.items() if owner in params})
+    _keep_exact(tree.state, {params[owner]: value for owner, value in values.items() if owner in params})
     _keep_lent(optimizer, lent)
 
 
@@ -289,33 +351,34 @@ def with_tensors(value: object, tensor: Callable[[str], torch.Tensor]) -> object
 
 
 def _tensor(
-    saved: _Saved, entry: TensorEntry, param: torch.Tensor, odd: Mapping[str, Any] | None, existing: object, name: str
+    saved: _Saved, rows: _Rows, param: torch.Tensor, odd: Mapping[str, Any] | None, existing: object, name: str
 ) -> torch.Tensor:
     """A state tensor with the saved elements: the existing one where it fits, else a fresh one laid out as it was."""
     odd = odd or {}
-    if isinstance(existing, torch.Tensor) and is_dtensor(existing) == _was_dtensor(entry, param, odd):
+    if isinstance(existing, torch.Tensor) and is_dtensor(existing) == _was_dtensor(rows, param, odd):
         local = reduced(plain(existing, name), name)
-        if tuple(local.shape) == entry.shape and local.dtype == dtype_of(entry.dtype):
-            _write(saved, entry, existing, name)
+        if tuple(local.shape) == rows.shape and local.dtype == dtype_of(rows.first.dtype) and len(rows.entries) == 1:
+            _write(saved, *rows.entries[0], local, name)
+            _raise_versions(existing, existing._local_tensor if is_dtensor(existing) else existing)
             return existing
     device = torch.device("cpu") if odd.get("device") == "cpu" else plain(param, name).device
-    fresh = _fresh(saved, entry, device)
-    if not _was_dtensor(entry, param, odd):
+    fresh = _fresh(saved, rows, device)
+    if not _was_dtensor(rows, param, odd):
         return fresh
     from torch.distributed.tensor import DTensor
 
     mesh = param.device_mesh  # type: ignore[attr-defined]
     placements = [placement(each) for each in odd["placements"]] if "placements" in odd else param.placements  # type: ignore[attr-defined]
     shape = torch.Size(odd.get("shape", param.shape))
-    stride = tuple(prod(shape[i + 1 :]) for i in range(len(shape))) if "shape" in odd else param.stride()
+    stride = _row_major(shape) if "shape" in odd else param.stride()
     return DTensor.from_local(fresh, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _was_dtensor(entry: TensorEntry, param: torch.Tensor, odd: Mapping[str, Any]) -> bool:
+def _was_dtensor(rows: _Rows, param: torch.Tensor, odd: Mapping[str, Any]) -> bool:
     """Whether a state tensor was a DTensor when it was saved (see `_optimizers.placement_of`)."""
     if not is_dtensor(param) or odd.get("plain"):
         return False
-    return "placements" in odd or (len(entry.shape) > 0 and entry.shape == tuple(plain(param, "").shape))
+    return "placements" in odd or (len(rows.shape) > 0 and rows.shape == tuple(plain(param, "").shape))
 
 
 def placement(spelled: Any) -> Any:
@@ -342,11 +405,11 @@ def _groups(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> list[dict[s
     return groups
 
 
-def _keep_exact(optimizer: Any, values: Mapping[torch.Tensor, Mapping[Any, Any]]) -> None:
+def _keep_exact(state: Mapping[Any, Any], values: Mapping[torch.Tensor, Mapping[Any, Any]]) -> None:
     """Undo casts: `load_state_dict` turns floating state to its parameter's type, which loses bits of fp32 state of a
     bf16 parameter."""
     for param, given in values.items():
-        loaded = optimizer.state.get(param)
+        loaded = state.get(param)
         if loaded is None:
             continue
         for key, value in given.items():

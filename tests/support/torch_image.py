@@ -37,10 +37,10 @@ class MemoryImage:
 def snapshot(state: TrainingState, **small: Any) -> MemoryImage:
     """Copy everything now, small state through the typed tree and back."""
     sources = state.refresh()
-    check_entries([source.entry for source in sources])
+    stored = check_entries([source.entry for source in sources])
     data = {
-        source.entry.name: ctypes.string_at(source.address, source.entry.nbytes) if source.entry.nbytes else b""
-        for source in sources
+        name: ctypes.string_at(source.address, source.entry.nbytes) if source.entry.nbytes else b""
+        for name, source in zip(stored, sources, strict=True)
     }
-    entries = {source.entry.name: source.entry for source in sources}
+    entries = {name: source.entry for name, source in zip(stored, sources, strict=True)}
     return MemoryImage(entries, data, decode(encode({**state.small(), **small})))

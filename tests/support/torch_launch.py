@@ -1,4 +1,4 @@
-"""Starts the ranks of `tests.support.torch_job`, waits for them, and reads their losses."""
+"""Starts the ranks of `tests.support.torch_job` or `torch_layout_job`, waits for them, and reads their losses."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ class Launcher:
         start: str = "0",
         timeout: float = 90.0,
         meanwhile: Callable[[], None] | None = None,
+        program: str = "torch_job",
         **more: str,
     ) -> Ended:
         """Run one start to its end. When a rank was killed the others are ended after a moment.
@@ -102,6 +103,7 @@ class Launcher:
         )
         ranks = [{"RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_RANK": str(r)} for r in range(world)]
         command = {
+            "program": program,
             "argv": ["--kind", kind, "--steps", str(steps), "--out", str(out), "--start", start, *options],
             "env": environ,
             "ranks": ranks if world > 1 else [{}],

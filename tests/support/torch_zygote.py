@@ -1,8 +1,8 @@
 """Imports torch once and forks the ranks of test jobs: a start then costs milliseconds, not seconds.
 
-The parent writes one JSON line for each start, {"argv": [...], "env": {...}, "ranks": [{...}, ...], "logs": [...]}, and
-reads one line for each rank, {"rank": 0, "pid": 1234}, and later {"rank": 0, "code": -9}. Ranks are children of this
-process: real processes, that die by SIGKILL like any other.
+The parent writes one JSON line for each start, {"program": "torch_job", "argv": [...], "env": {...}, "ranks": [{...},
+...], "logs": [...]}, and reads one line for each rank, {"rank": 0, "pid": 1234}, and later {"rank": 0, "code": -9}.
+Ranks are children of this process: real processes, that die by SIGKILL like any other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from tests.support import torch_job
+from tests.support import torch_job, torch_layout_job
+
+PROGRAMS = {"torch_job": torch_job.main, "torch_layout_job": torch_layout_job.main}
 
 
 def main() -> None:
@@ -67,8 +69,8 @@ def run_rank(command: dict[str, Any], own: dict[str, str], log: str) -> None:
         os.dup2(fd, 2)
         os.environ.clear()
         os.environ.update({**command["env"], **own})
-        sys.argv = ["torch_job", *command["argv"]]
-        torch_job.main()
+        sys.argv = [command["program"], *command["argv"]]
+        PROGRAMS[command["program"]]()
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

@@ -1,0 +1,272 @@
+"""All that the ranks of another layout saved, put together by base names.
+
+Names differ between layouts in two ways that mean nothing: the number of the pipeline stage that the adapter puts
+before a name, and the number of the optimizer that held a parameter. Both are taken out. What is saved of one
+parameter by whichever ranks and optimizers is one `SavedParam`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from baft_torch._layout import base_name
+from baft_torch._restore import owner_of
+from baft_torch._small import KIND
+from baft_torch._targets import Reader
+from baftd.checkpoint.ranges import Box, intersection
+from baftd.checkpoint.reshard import Problem, SavedSet, SavedTensor
+from baftd.checkpoint.shard import TensorEntry
+from baftd.errors import FormatError
+
+__all__ = ["Place", "SavedParam", "SavedState", "Shards", "by_ranks"]
+
+_UNNAMED = re.compile(r"group\d+\.\d+")
+"""A parameter of no attached module: known by its place in one optimizer."""
+
+
+class Shards(Reader, Protocol):
+    """What is needed of `baft_client.saved.SavedShards`: every saved rank's image."""
+
+    @property
+    def world(self) -> int:
+        """Ranks that saved."""
+
+    @property
+    def step(self) -> int:
+        """Boundary at which they did."""
+
+    def entries(self, rank: int) -> Mapping[str, TensorEntry]:
+        """Tensors of a rank's image by stored name."""
+
+    def small(self, rank: int) -> Any:
+        """Decoded small state of a rank."""
+
+    def same_bytes(self, a: SavedTensor, b: SavedTensor, box: Box) -> bool:
+        """Whether two saved tensors hold the same bytes of a box (of the whole tensor) that both have."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a saved rank had a parameter: in which group of which optimizer."""
+
+    rank: int
+    optimizer: int
+    group: int
+    kind: str
+    """Class of the optimizer."""
+    options: Mapping[str, Any]
+    """Of the group, as saved."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}, optimizer {self.optimizer}, group {self.group}"
+
+
+@dataclass
+class SavedParam:
+    """A parameter and its state, of all ranks that saved it under one name."""
+
+    name: str
+    """As saved, without "model."."""
+    base: str
+    places: list[Place] = field(default_factory=list)
+    keys: dict[str, str] = field(default_factory=dict)
+    """Of the tensors of its state ("exp_avg", "buf.0") -> the base name of each."""
+    odd: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    """By key: how a tensor lies that does not lie as its parameter does (see `_optimizers.placement_of`)."""
+    others: dict[Any, dict[int, Any]] = field(default_factory=dict)
+    """By key and rank: state that is no tensor. References hold the key of the tensor that is meant."""
+
+
+class SavedState:
+    """Tensors, optimizers and small state of all saved ranks."""
+
+    def __init__(self, shards: Shards, smalls: Mapping[int, Mapping[str, Any]], *, exact: bool = False) -> None:
+        """`smalls`: decoded small state by rank. `exact`: both layouts have the same pipeline stages, so that of
+        several names that differ in the stage alone the equal one is meant. FormatError for optimizers that make no
+        sense."""
+        self.shards = shards
+        self.smalls = smalls
+        self.exact = exact
+        self.whole: list[str] = []
+        """Optimizers that were saved as one piece, in words."""
+        self._bases: dict[str, str] = {}
+        self._params: dict[str, dict[str, SavedParam]] = {}
+        self._owners: dict[str, str] = {}
+        """Base name of a state tensor -> of its parameter."""
+        self._kept: dict[str, str] | None = None
+        self._tied: dict[str, set[str]] = {}
+        """Base name of a parameter -> other names of the same tensor."""
+        entries = {rank: self._read_rank(rank, small) for rank, small in smalls.items()}
+        self.tensors = SavedSet.of(
+            entries, shards.same_bytes, base=self.base, exact=exact
+        )
+
+    def base(self, name: str) -> str:
+        """Base name of a saved name, or of a base name."""
+        return self._bases.get(name, name)
+
+    def other_names(self, name: str) -> set[str]:
+        """Base names under which the saved tensors of that base name are known, too."""
+        holders = self.tensors.holders(name)
+        return {self.base(n) for holder in holders for n in (holder.entry.name, *holder.entry.aliases)}
+
+    def wanted_name(self, name: str, base: str) -> str:
+        """Under which name a live tensor is asked for."""
+        return name if self.exact and name in self._bases else base
+
+    def params(self, name: str, base: str) -> list[SavedParam]:
+        """What was saved of a parameter: `name` as it is live, without "model."."""
+        found = self._params.get(base, {})
+        return [found[name]] if self.exact and name in found else list(found.values())
+
+    def tied(self, base: str, others: Iterable[str]) -> list[str]:
+        """Other base names of a parameter that saved optimizers held: of those that the live one has (`others`) and
+        those that saved ranks knew."""
+        names = dict.fromkeys((*others, *sorted(self._tied.get(base, ()))))
+        return [name for name in names if name != base and name in self._params]
+
+    def same(self, a: str, b: str) -> bool:
+        """Whether the tensors of two base names are equal in every byte, or one and the same. False where the saved
+        ranks do not agree about one of them."""
+        one, other = self.tensors.look_up(a), self.tensors.look_up(b)
+        if isinstance(one, Problem) or isinstance(other, Problem):
+            return False
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return False
+        for part in one.parts:
+            for peer in other.near(part.box):
+                box = intersection(part.box, peer.box)
+                if box is None or peer.holders[0] in part.holders:
+                    continue
+                if not self.shards.same_bytes(part.holders[0], peer.holders[0], box):
+                    return False
+        return True
+
+    def was_cut(self, name: str) -> bool:
+        """Whether the parameter of a tensor of optimizer state was sharded where it was saved."""
+        return any(
+            holder.entry.ranges is not None and holder.entry.shape != holder.entry.global_shape
+            for holder in self.tensors.holders(f"model.{self._owners.get(self._bases.get(name, name), '')}")
+        )
+
+    def base_of(self, name: str, rank: int) -> str:
+        """Base name of a name that a rank saved, of a tensor of a model or of a module."""
+        return base_name(name, self.smalls[rank].get("stages", ()))
+
+    def kept_by(self, base: str) -> str:
+        """Why what was saved of a tensor cannot be taken to another layout, whatever its bytes; empty if it can."""
+        if self._kept is None:
+            self._kept = {
+                self._bases.get(name, name): f"tensor {name!r} of rank {rank} cannot be taken over: {reason}"
+                for rank, small in self.smalls.items()
+                for name, reason in small.get("not_transferable", {}).items()
+            }
+        return self._kept.get(base, "")
+
+    def broadcast(self) -> dict[str, set[int]]:
+        """Base names of buffers that DistributedDataParallel gives to all replicas before each forward pass, and the
+        ranks that said so."""
+        found: dict[str, set[int]] = {}
+        for rank, small in self.smalls.items():
+            for name in small.get("broadcast_buffers", ()):
+                found.setdefault(self.base_of(name, rank), set()).add(rank)
+        return found
+
+    # ------------------------------------------------------------ reading
+
+    def _read_rank(self, rank: int, small: Mapping[str, Any]) -> list[tuple[str, TensorEntry]]:
+        """Learn what a rank saved; its entries, with ranges where their parameter has some."""
+        optimizers = small.get("optimizers", [])
+        if not isinstance(optimizers, list) or not all(isinstance(each, dict) for each in optimizers):
+            raise FormatError(f"small state of rank {rank} holds no list of optimizers.")
+        stages = small.get("stages", ())
+        names = [{name for group in each["params"] for name in group} for each in optimizers]
+        for i, described in enumerate(optimizers):
+            self._read_optimizer(rank, i, described, stages)
+        entries = self.shards.entries(rank)
+        by_name = {name: entry for entry in entries.values() for name in (entry.name, *entry.aliases)}
+        found = []
+        for stored, entry in entries.items():
+            kept = entry
+            for name in (entry.name, *entry.aliases):
+                number = _optimizer_of(name)
+                if number is None or number >= len(optimizers):
+                    self._bases[name] = base_name(name, stages)
+                    continue
+                prefix = f"optim.{number}."
+                owner = owner_of(name, prefix, names[number])
+                if owner is None:  # a parameter of no attached module
+                    self._bases[name] = name
+                    continue
+                key = name[len(prefix) + len(owner) + 1 :]
+                param = self._param(owner, number, stages)
+                self._bases[name] = param.keys[key] = f"optim.{param.base}.{key}"
+                self._owners[param.keys[key]] = param.base
+                odd = optimizers[number].get("odd", {}).get(name)
+                if odd is not None:
+                    param.odd[key] = odd
+                    kept = _as_its_parameter(kept, odd, by_name.get(f"model.{owner}"))
+            if entry.aliases and _optimizer_of(entry.name) is None:
+                names_of = [base_name(n, stages).removeprefix("model.") for n in (entry.name, *entry.aliases)]
+                for name in names_of:
+                    self._tied.setdefault(name, set()).update(names_of)
+            found.append((stored, kept))
+        return found
+
+    def _read_optimizer(self, rank: int, number: int, described: Mapping[str, Any], stages: Iterable[int]) -> None:
+        if "whole" in described:
+            self.whole.append(f"optimizer {number} of rank {rank} ({described['class']})")
+            return
+        for g, (names, options) in enumerate(zip(described["params"], described["groups"], strict=True)):
+            for name in names:
+                place = Place(rank, number, g, described["class"], options)
+                self._param(name, number, stages).places.append(place)
+        prefix = f"optim.{number}."
+        for name, others in described.get("other", {}).items():
+            param = self._param(name, number, stages)
+            for key, value in others.items():
+                param.others.setdefault(key, {})[rank] = _keyed(value, f"{prefix}{name}.")
+
+    def _param(self, name: str, number: int, stages: Iterable[int]) -> SavedParam:
+        base = param_base(name, number, tuple(stages))
+        return self._params.setdefault(base, {}).setdefault(name, SavedParam(name, base))
+
+
+def param_base(name: str, number: int, stages: tuple[int, ...]) -> str:
+    """Base name of a parameter of optimizer `number`."""
+    return f"{number}.{name}" if _UNNAMED.fullmatch(name) else base_name(name, stages)
+
+
+def by_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words."""
+    ordered = sorted(set(ranks))
+    some = ", ".join(map(str, ordered[:8])) + (f" and {len(ordered) - 8} more" if len(ordered) > 8 else "")
+    return f"rank {some}" if len(ordered) == 1 else f"ranks {some}"
+
+
+def _optimizer_of(name: str) -> int | None:
+    parts = name.split(".", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[0] == "optim" and parts[1].isdigit() else None
+
+
+def _as_its_parameter(entry: TensorEntry, odd: Mapping[str, Any], param: TensorEntry | None) -> TensorEntry:
+    """State that is a plain tensor of a sharded parameter's local shape is a shard in the same way."""
+    if not odd.get("plain") or entry.ranges is not None or param is None or param.ranges is None:
+        return entry
+    return replace(entry, global_shape=param.global_shape, ranges=param.ranges) if entry.shape == param.shape else entry
+
+
+def _keyed(value: object, prefix: str) -> object:
+    """`value` with each reference to a tensor turned to the tensor's key."""
+    if isinstance(value, dict):
+        if value.get(KIND) == "reference":
+            return {KIND: "reference", "value": str(value["value"]).removeprefix(prefix)}
+        return {key: _keyed(item, prefix) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_keyed(item, prefix) for item in value]
+    if isinstance(value, tuple):
+        return tuple(_keyed(item, prefix) for item in value)
+    return value
