@@ -16,7 +16,8 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from baftd.checkpoint.ranges import Arrangement, Box, Cell, outside, said, said_all, volume, whole
+from baftd.checkpoint.arrangement import Arrangement
+from baftd.checkpoint.ranges import Box, Cell, outside, said, said_all, volume, whole
 from baftd.checkpoint.shard import MAX_BYTES, MAX_NAME, NATIVE_DTYPES, Kind
 from baftd.errors import LayoutError
 
@@ -42,9 +43,10 @@ class RankPlace:
 
     def problem(self) -> str:
         """What is wrong with it, by itself; empty if nothing is."""
-        if min(self.stages, default=0) < 0 or len(set(self.stages)) < len(self.stages):
+        stages, coordinates = (0, *self.stages), (0, *self.coordinates.values())
+        if min(stages) < 0 or max(stages) > MAX_BYTES or len(set(self.stages)) < len(self.stages):
             return f"stages {self.stages} are not different numbers from 0 on"
-        if min(self.coordinates.values(), default=0) < 0:
+        if min(coordinates) < 0 or max(coordinates) >= MAX_BYTES:
             return f"coordinates {dict(self.coordinates)} are not numbers from 0 on"
         for text in (*self.coordinates, self.node):
             if len(text) > MAX_NAME or not _is_text(text):
@@ -350,9 +352,9 @@ class TensorLayout:
             return f"dtype {self.dtype!r} is not a name"
         if self.kind not in ("stable", "volatile"):
             return f"kind {self.kind!r} is neither 'stable' nor 'volatile'"
-        if self.itemsize < 1:
-            return f"an element of {self.itemsize} bytes is none"
-        elements = prod(self.shape)
-        if min(self.shape, default=0) < 0 or elements * self.itemsize > MAX_BYTES:
+        if not 1 <= self.itemsize <= MAX_BYTES:
+            return f"an element of {self.itemsize} bytes is out of range"
+        sizes = (0, *self.shape)
+        if min(sizes) < 0 or max(sizes) > MAX_BYTES or self.nbytes > MAX_BYTES:
             return f"shape {self.shape} of {self.dtype} is out of range"
         return ""

@@ -235,10 +235,13 @@ def test_what_is_wrong_by_itself() -> None:
         (lambda: builder.add("a", "C64", (), {0: ((),)}), "an unknown type needs its itemsize"),
         (lambda: builder.add("a", "F32", (), {0: ((),)}, itemsize=8), "an element has 4 bytes"),
         (lambda: builder.add("a", "C 4", (), {0: ((),)}, itemsize=8), "is not a name"),
-        (lambda: builder.add("a", "C64", (), {0: ((),)}, itemsize=0), "an element of 0 bytes"),
+        (lambda: builder.add("a", "C64", (), {0: ((),)}, itemsize=0), "an element of 0 bytes is out of range"),
         (lambda: builder.add("a", "F32", (), {0: ((),)}, kind="odd"), "neither 'stable' nor 'volatile'"),  # type: ignore[arg-type]
         (lambda: builder.add("a", "F32", (1 << 60,), {}), "out of range"),
         (lambda: builder.add("a", "F32", (-1,), {}), "out of range"),
+        (lambda: builder.add("a", "F32", (0, 1 << 70), {}), "out of range"),
+        (lambda: builder.place(RankPlace(1, (1 << 70,))), "not different numbers"),
+        (lambda: builder.place(RankPlace(1, (), {"tp": 1 << 70})), "not numbers from 0 on"),
         (lambda: builder.add("a", "F32", (2,), Holding.own((3,), 0)), r"shape \(2,\), its holding \(3,\)"),
     ]:
         with pytest.raises(LayoutError, match=words):

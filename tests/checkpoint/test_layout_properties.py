@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from math import prod
 
 import msgpack
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from baftd.checkpoint.layout import Box, Layout, LayoutBuilder, RankPlace
 from baftd.checkpoint.layout_wire import MAX_LAYOUT_BYTES
+from baftd.checkpoint.mesh import Mesh
 from baftd.checkpoint.ranges import contains, volume
 from baftd.errors import FormatError, LayoutError
 
@@ -81,6 +83,37 @@ def test_different_layouts_have_different_digests(drawn: Drawn, other: Drawn) ->
 
     one, two = put_together(drawn), put_together(other)
     assert (one == two) == (plain(one) == plain(two))
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), shape=st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple))
+def test_random_meshes_and_placements(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Each mesh axis cuts one dimension, in pieces of ceil(size / ranks) as torch does, or replicates."""
+    axes = tuple((f"a{k}", size) for k, size in enumerate(data.draw(st.lists(st.integers(1, 3), max_size=3))))
+    mesh = Mesh(axes, tuple(data.draw(st.permutations(range(prod(size for _, size in axes))))))
+    cuts = {name: data.draw(st.none() | st.integers(0, len(shape) - 1)) for name, _ in axes}
+    held: dict[int, list[Box]] = {}
+    for rank in range(mesh.size):
+        box = [(0, size) for size in shape]
+        for name, count in axes:
+            dimension = cuts[name]
+            if dimension is not None:
+                start, stop = box[dimension]
+                each = -(-(stop - start) // count)
+                low = min(stop, start + each * mesh.coordinates(rank)[name])
+                box[dimension] = (low, min(stop, low + each))
+        held[rank] = [tuple(box)]
+    builder = LayoutBuilder(mesh.size)
+    builder.add("w", "F32", shape, held)
+    for rank in range(mesh.size):
+        builder.place(RankPlace(rank, (), mesh.coordinates(rank)))
+    layout = builder.build()
+    cells = layout.tensor("w").cells()
+    assert (counted(shape, [cell.box for cell in cells]) == 1).all()
+    alike = mesh.groups(*(name for name, dimension in cuts.items() if dimension is None))
+    assert {cell.holders for cell in cells} <= {tuple(sorted(group)) for group in alike}
+    assert layout.held_bytes == layout.unique_bytes * len(alike[0])
+    assert Layout.decode(layout.encode()) == layout
 
 
 @settings(max_examples=60, deadline=None)

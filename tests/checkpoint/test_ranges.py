@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baftd.checkpoint.arrangement import Arrangement
 from baftd.checkpoint.ranges import (
-    Arrangement,
     Box,
     contains,
     flat_boxes,
