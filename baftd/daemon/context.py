@@ -92,6 +92,12 @@ class Context:
         self.loop.call_soon_threadsafe(function, *args)
 
     @property
+    def slots(self) -> int:
+        """Slots of each rank."""
+        slots = self.settings.slots
+        return slots if isinstance(slots, int) else (4 if self.tier is not None else 3)
+
+    @property
     def node(self) -> str:
         """Name of this node."""
         return self.settings.node

@@ -1,4 +1,4 @@
-"""Answers to `baftd status`, `list`, `show` and `verify`: what there is, read without changing anything."""
+"""Answers to `baftd status`, `list`, `show`, `verify` and `plan`: what there is, read without changing anything."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from baftd.daemon.clients import ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.durable import DurableWriter
 from baftd.daemon.job import JobOnNode
+from baftd.daemon.layouts import describe_layout
 from baftd.errors import BaftError, Degraded, UsageError
 from baftd.storage.interface import DurableCheckpoint, VerifyLine
 from baftd.wire.messages import (
     CheckpointRow,
     ClientStatus,
     JobStatus,
+    LayoutRequest,
     ListReply,
     ListRequest,
     Progress,
@@ -71,13 +73,15 @@ class Inspector:
         self._durable = durable
         self._started = started
 
-    async def answer(self, peer: Peer, message: StatusRequest | ListRequest | VerifyRequest) -> None:
+    async def answer(self, peer: Peer, message: StatusRequest | ListRequest | LayoutRequest | VerifyRequest) -> None:
         """Answer one question."""
         if isinstance(message, StatusRequest):
             self._context.server.send(peer, self._status(message))
         elif isinstance(message, ListRequest):
             rows = [row for name in await self._names(message.job) for row in await self._rows(name)]
             self._context.server.send(peer, ListReply(id=message.id, rows=rows))
+        elif isinstance(message, LayoutRequest):
+            self._context.server.send(peer, await describe_layout(self._context, self._jobs, message))
         else:
             self._context.server.send(peer, await self._verify(peer, message))
 

@@ -174,7 +174,7 @@ class JobOnNode:
         sessions = [
             client
             for client in self.clients.of_job(self.name)
-            if (client.pid, client.pid_start) == (order.writer.pid, order.writer.start)
+            if (client.rank, client.pid, client.pid_start) == (order.rank, order.writer.pid, order.writer.start)
         ]
         current = self.token.incarnation if self.token is not None else ""
         if isinstance(order, FenceWriter):

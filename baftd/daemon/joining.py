@@ -366,6 +366,7 @@ class Joining:
                 # Before the first boundary, so that no rank chooses for itself whether to take it.
                 self._context.server.send(client.peer, self._trainer.cadence(job, wire_token(loading.token)))
                 self._context.server.send(client.peer, Ack(id=asked))
+        job.tidy()  # an earlier start of more ranks may have left locks and control pages
         job.log.info("restored", epoch=loading.token.epoch, step=loading.brought.plan.step if loading.brought else None)
 
     async def _cannot_load(self, job: JobOnNode, client: Client, loading: _Loading, reason: str) -> None:

@@ -53,6 +53,7 @@ from baftd.wire.messages import (
     Finish,
     GcRequest,
     Hello,
+    LayoutRequest,
     Leave,
     ListRequest,
     Request,
@@ -273,7 +274,7 @@ class Service:
     def _handler(self, peer: Peer, message: Request) -> Callable[[], Awaitable[None]]:
         if isinstance(message, Hello):
             return lambda: self._hello(peer, message)
-        if isinstance(message, StatusRequest | ListRequest | VerifyRequest):
+        if isinstance(message, StatusRequest | ListRequest | LayoutRequest | VerifyRequest):
             return lambda: self.inspector.answer(peer, message)
         if isinstance(message, RestoreRequest):
             return lambda: self.operator.restore(peer, message)

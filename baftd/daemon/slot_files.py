@@ -21,7 +21,7 @@ __all__ = ["SlotFiles"]
 
 
 class SlotFiles:
-    """Belongs to the event loop, but for `verify`, `create` and `prefault`, which run in worker threads."""
+    """Belongs to the event loop; `verify`, `create`, `known_layout` and `prefault` block and run in worker threads."""
 
     def __init__(self, arena: JobArena) -> None:
         self.arena = arena
@@ -180,6 +180,17 @@ class SlotFiles:
                 raise FormatError(f"{self.arena.slot_path(rank, slot)}: the slot holds another layout.")
             layout = self.layouts[tree] = image
         return layout
+
+    def known_layout(self, rank: int, tree: bytes) -> ImageMap | None:
+        """A layout that was declared or seen since the daemon started, or lies in a sealed slot of the rank. Blocks."""
+        for ref in self.arena.slots() if tree not in self.layouts else ():
+            if ref.rank == rank:
+                try:
+                    _, image = read_sealed(self.get(rank, ref.index))
+                except (FormatError, OSError):  # free, being filled, or damaged: another may do
+                    continue
+                self.layouts.setdefault(image.tree_digest, image)
+        return self.layouts.get(tree)
 
     def image(self, rank: int, slot: int, shard: ShardFacts) -> SlotImage:
         """Where the image of a verified slot lies, for a restore."""

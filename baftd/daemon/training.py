@@ -128,7 +128,7 @@ class Trainer:
                 slots, fresh = await workers.urgent(self._lay_out, *order)
             except NoRoom as short:
                 make_room = self._context.make_room
-                need = short.missing or self._count() * file_size(layout.capacity)
+                need = short.missing or self._context.slots * file_size(layout.capacity)
                 if make_room is None or not await make_room(need):
                     raise
                 slots, fresh = await workers.urgent(self._lay_out, *order)
@@ -190,11 +190,6 @@ class Trainer:
             return Cadence(token=token, from_step=0, memory_every=self._context.settings.memory_every)
         return Cadence(token=token, from_step=view.cadence.from_step, memory_every=view.cadence.every)
 
-    def _count(self) -> int:
-        """Slots of each rank."""
-        slots = self._context.settings.slots
-        return slots if isinstance(slots, int) else (4 if self._context.tier is not None else 3)
-
     def _lay_out(
         self,
         job: JobOnNode,
@@ -205,7 +200,7 @@ class Trainer:
         numa_node: int,
     ) -> tuple[list[int], list[int]]:
         """(slots of the layout, those of them whose pages are not touched yet). The first free one is touched."""
-        settings, count = self._context.settings, self._count()
+        settings, count = self._context.settings, self._context.slots
         capacity = file_size(layout.capacity) - IMAGE_OFFSET
         # A slot of a former layout serves as well when it is large enough, and not so large that memory is wasted.
         # One that a process of an older start may still write to is given to nobody, however long that lives.
