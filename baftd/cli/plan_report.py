@@ -272,7 +272,7 @@ def _said_memory(plan: Plan) -> str:
 def _said_commit(plan: Plan) -> str:
     parts = sum(part.kind == "ranges" for part in plan.commit.parts)
     small = len(plan.commit.parts) - parts
-    return f"commit plan: {parts} parts save every byte, and {small} the small states of the ranks"
+    return f"commit plan: {parts} part{'s' * (parts != 1)} for every byte, {small} for the ranks' small states"
 
 
 def survival_sentences(plan: Plan) -> list[str]:

@@ -325,3 +325,46 @@ def test_the_declaration_in_the_documentation_is_one() -> None:
     layout = layout_of(text)
     assert layout.world == 16
     assert len(layout.tensors) == 24 * 8 * 4 + 1 + 1 + 16
+
+
+_ODD = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "tp", "0:2, :", "w{i}"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["0", "tp", "axes", "i"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def places_in(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Paths of all values in a document."""
+    pairs: Any = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(inner for key, item in pairs for inner in places_in(item, (*path, key)))]
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_anything_else_is_a_usage_error_that_names_the_file(data: st.DataObject) -> None:
+    document: Any = tomllib.loads(EXAMPLE)
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places_in(document)[1:]))
+        inside = document
+        for key in path[:-1]:
+            inside = inside[key]
+        if data.draw(st.booleans()):
+            inside[path[-1]] = data.draw(_ODD)
+        else:
+            del inside[path[-1]]
+    problem, layout = "", None
+    try:
+        layout = layout_from_declaration(json.dumps(document), "some/file.json", "json")
+    except UsageError as error:
+        problem = str(error)
+    if layout is None:
+        assert problem.startswith("some/file.json")
+    else:
+        assert Layout.decode(layout.encode()) == layout
