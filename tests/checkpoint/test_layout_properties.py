@@ -30,7 +30,7 @@ def counted(shape: Sequence[int], boxes: Sequence[Box]) -> np.ndarray:
     return count
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=layouts())
 def test_cells_cover_exactly_and_every_rank_holds_what_it_declared(drawn: Drawn) -> None:
     world, _, tensors = drawn
@@ -57,7 +57,7 @@ def test_cells_cover_exactly_and_every_rank_holds_what_it_declared(drawn: Drawn)
     assert grouped == list(range(len(layout.tensors)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=layouts(), data=st.data())
 def test_bytes_are_the_layout_whatever_the_order(drawn: Drawn, data: st.DataObject) -> None:
     layout = put_together(drawn)
@@ -85,7 +85,7 @@ def test_different_layouts_have_different_digests(drawn: Drawn, other: Drawn) ->
     assert (one == two) == (plain(one) == plain(two))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple))
 def test_random_meshes_and_placements(data: st.DataObject, shape: tuple[int, ...]) -> None:
     """Each mesh axis cuts one dimension, in pieces of ceil(size / ranks) as torch does, or replicates."""
@@ -116,7 +116,7 @@ def test_random_meshes_and_placements(data: st.DataObject, shape: tuple[int, ...
     assert Layout.decode(layout.encode()) == layout
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
 def test_a_lost_box_is_a_hole_and_is_named(data: st.DataObject, shape: tuple[int, ...]) -> None:
     held, crossing = data.draw(holdings(shape, 6))
@@ -136,7 +136,7 @@ def test_a_lost_box_is_a_hole_and_is_named(data: st.DataObject, shape: tuple[int
     assert free[tuple(slice(start, stop) for start, stop in hole)].all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 6), min_size=1, max_size=2).map(tuple))
 def test_partial_overlaps_are_refused_unless_meant(data: st.DataObject, shape: tuple[int, ...]) -> None:
     held = {rank: [box] for rank, box in enumerate([*data.draw(tilings(shape)), *data.draw(tilings(shape))])}
@@ -156,7 +156,7 @@ def test_partial_overlaps_are_refused_unless_meant(data: st.DataObject, shape: t
 # ---------------------------------------------------------------------------------------- damaged bytes
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(drawn=layouts(), data=st.data())
 def test_damaged_bytes(drawn: Drawn, data: st.DataObject) -> None:
     """Cut short, a bit turned, a byte replaced: a FormatError, or another layout that is right."""
@@ -179,7 +179,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), value=values)
 def test_a_part_replaced_by_anything(data: st.DataObject, value: object) -> None:
     builder = LayoutBuilder(4)
@@ -197,7 +197,7 @@ def test_a_part_replaced_by_anything(data: st.DataObject, value: object) -> None
         Layout.decode(b"BLO1" + msgpack.packb(whole)).encode()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(junk=st.binary(max_size=64))
 @example(junk=b"BLO1")
 @example(junk=b"BLO1" + b"\x91" * 4000)

@@ -56,7 +56,7 @@ def counted(shape: Sequence[int], boxes: Sequence[Box]) -> np.ndarray:
     return sum((marked(shape, box).astype(int) for box in boxes), np.zeros(shape, dtype=int))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(drawn=shape_and_boxes(most=2))
 def test_two_boxes(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
@@ -72,7 +72,7 @@ def test_two_boxes(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     assert contains(a, b) == (not (mask_b & ~mask_a).any())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=st.data(), shape=shapes)
 def test_flat_ranges_are_boxes_in_order(data: st.DataObject, shape: tuple[int, ...]) -> None:
     count = math.prod(shape)
@@ -90,7 +90,7 @@ def test_a_flat_range_outside_is_refused(start: int, stop: int) -> None:
         flat_boxes((3, 4), start, stop)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(drawn=shape_and_boxes(most=5))
 def test_tiling(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn
@@ -128,7 +128,7 @@ def test_a_tiling_with_a_flaw(tiling: tuple[tuple[int, ...], list[Box]], data: s
     assert ("outside" if stop == shape[axis] else "overlap") in tiling_problem([*lost, large], shape)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(drawn=shape_and_boxes(), data=st.data())
 def test_cells_are_disjoint_complete_and_name_every_holder(
     drawn: tuple[tuple[int, ...], list[Box]], data: st.DataObject
