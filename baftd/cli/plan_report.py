@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, comb, isinf
 from typing import TYPE_CHECKING, Any
@@ -124,16 +125,15 @@ class Plan:
         if not problem:
             return None
         need = self.offer.memory[self.fullest_node()].total
-        ways = ["give it more shared memory"]
-        ways += ["spread the job over more nodes (--ranks-per-node)"]
-        smaller = [offer for offer in self.choice.offers if max(m.total for m in offer.memory.values()) < need]
-        if smaller:
-            best = min(smaller, key=lambda offer: max(m.total for m in offer.memory.values()))
-            most = max(memory.total for memory in best.memory.values())
-            ways.append(f"take --redundancy {best.mode} ({size(most)})")
+        ways = ["give it more shared memory", "spread the job over more nodes (--ranks-per-node)"]
+        most = {offer.mode: max(memory.total for memory in offer.memory.values()) for offer in self.choice.offers}
+        best = min(most, key=lambda mode: most[mode])
+        if most[best] < need:
+            ways.append(f"take --redundancy {best} ({size(most[best])})")
+        advice = _listed(ways, "or")
         return NoRoom(
             f"slots do not fit: {problem}.",
-            hint=f"{ways[0][0].upper()}{ways[0][1:]}, {', or '.join(ways[1:])}.",
+            hint=f"{advice[0].upper()}{advice[1:]}.",
             missing=need - self.node_memory,
         )
 
@@ -306,10 +306,15 @@ def _said_sets(sets: list[frozenset[str]], number: int, nodes: int) -> str:
     together = " together" if number > 1 else ""
     if len(sets) == comb(nodes, number):
         return ("the node" if nodes == 1 else "any one node") if number == 1 else f"any {number} nodes together"
-    named = "; ".join(" and ".join(sorted(one)) + together for one in sets[:_SETS_SHOWN])
+    named = "; ".join(_listed(sorted(one), "and") + together for one in sets[:_SETS_SHOWN])
     rest = len(sets) - _SETS_SHOWN
     other = ("node" if number == 1 else "set") + "s" * (rest > 1)
     return f"{named}; or {rest} other {other}" if rest > 0 else named
+
+
+def _listed(words: Sequence[str], last: str) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return f" {last} ".join([*([", ".join(words[:-1])] if words[:-1] else []), words[-1]])
 
 
 # ---------------------------------------------------------------- for programs

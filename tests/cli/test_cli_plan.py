@@ -106,7 +106,10 @@ def test_memory_that_is_not_there_is_refused_with_the_number(cli: Cli, declared:
     assert code == 5
     assert "memory: own slots " in out  # the table is there nevertheless
     assert re.search(r"slots do not fit: node node-\d needs own slots .* MiB of shared memory, and 20\.0 MiB are", err)
-    assert "Give it more shared memory, spread the job over more nodes (--ranks-per-node), or take --redundancy" in err
+    assert (
+        "Give it more shared memory, spread the job over more nodes (--ranks-per-node) or take --redundancy none (" in err
+    assert err.endswith(" MiB).\n")
+    )
     code, found = cli.json(*given, "--node-memory", "20 MiB")
     assert code == 5
     assert found["refused"]["code"] == "no_room"
@@ -115,6 +118,29 @@ def test_memory_that_is_not_there_is_refused_with_the_number(cli: Cli, declared:
     assert found["memory"]["missing"] == most - 20 * MIB
     code, found = cli.json(*given, "--node-memory", str(most) + " B")
     assert (code, found["memory"]["fits"], found["memory"]["missing"]) == (0, True, 0)
+
+
+def test_auto_takes_what_fits_and_refuses_when_nothing_does(cli: Cli, declared: Path) -> None:
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "1")
+    _, found = cli.json(*given)
+    needs = {offer["mode"]: offer["node_memory"] for offer in found["redundancy"]["offers"]}
+    assert found["redundancy"]["mode"] == "replicas"
+    code, found = cli.json(*given, "--node-memory", f"{needs['replicas'] - 1} B")
+    assert (code, found["redundancy"]["mode"]) == (0, "peer")
+    code, found = cli.json(*given, "--node-memory", f"{needs['none']} B")
+    assert (code, found["redundancy"]["mode"]) == (0, "none")
+    code, out, err = cli(*given, "--node-memory", f"{needs['none'] - 1} B")
+    assert code == 5
+    assert "MiB of node memory missing" in out
+    assert "Give it more shared memory or spread the job over more nodes (--ranks-per-node)." in err
+
+
+def test_losses_of_three_nodes_are_named(cli: Cli, declared: Path) -> None:
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "1", "--redundancy", "peer", "--copies", "2")
+    code, out, _ = cli(*given, "--lose", "3")
+    assert code == 0
+    assert "  any 2 nodes: whole, from copies on other nodes" in out
+    assert "  any 3 nodes together: lost in memory; nothing remains" in out
 
 
 def test_one_node_survives_nothing_and_says_so(cli: Cli, declared: Path) -> None:
