@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -101,6 +103,39 @@ def test_strided_views_are_the_runs(state: tuple[list[Tensor], Side, Side]) -> N
                 source = np.ndarray(g.shape, item, data, g.source_offset, g.source_strides)
                 np.ndarray(g.shape, item, out, g.target_offset, g.target_strides)[...] = source
             assert bytes(out) == images.read(fill)
+
+
+@given(states(), st.randoms(use_true_random=False))
+@settings(max_examples=50, deadline=None)
+def test_exactly_what_nobody_saved_is_missing(state: tuple[list[Tensor], Side, Side], chance: random.Random) -> None:
+    """Some parts are lost: the problems name the boxes that lack an element, and the ranges that are gone."""
+    tensors, before, after = state
+    left = {rank: [one for one in held if chance.random() < 0.7] for rank, held in before.items()}
+    images = Images.of(left)
+    there = {tensor.name: np.zeros(tensor.shape, dtype=bool) for tensor in tensors}
+    for tensor, held in (one for holdings in left.values() for one in holdings):
+        mask = there[tensor.name].reshape(-1) if held.flat else there[tensor.name]
+        mask[tuple(slice(start, stop) for start, stop in held.ranges)] = True
+    for rank, holdings in after.items():
+        wanted = [one for tensor, held in holdings for one in wanted_of(tensor, [held])]
+        fills, problems = find_reads(SavedSet.of(images.entries), wanted, rank=rank)
+        lacking = [one for one in wanted if not there[one.name][_slices(one.box)].all()]
+        assert [(problem.tensor, problem.rank) for problem in problems] == [(one.name, rank) for one in lacking]
+        assert [fill.wanted for fill in fills] == [one for one in wanted if one not in lacking]
+        for problem, one in zip(problems, lacking, strict=True):
+            if " and " in problem.ranges:
+                continue  # only some of the ranges are spelled out
+            gone = np.zeros(one.shape, dtype=bool)
+            for box in re.findall(r"\[[^]]*\]", problem.ranges):
+                gone[tuple(slice(int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", box))] = True
+            asked = np.zeros(one.shape, dtype=bool)
+            asked[_slices(one.box)] = True
+            nothing = not any(held for held in left.values() if any(t.name == one.name for t, _ in held))
+            assert (gone == (asked if nothing else asked & ~there[one.name])).all()
+
+
+def _slices(box: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in box)
 
 
 # ---------------------------------------------------------------------------------------------- choice
