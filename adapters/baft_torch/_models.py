@@ -175,7 +175,7 @@ class ModelTree:
     def coordinates(self) -> dict[str, int]:
         """Place of this rank on each named axis of the job: as `parallel` says, else of the device meshes."""
         found = dict(self.layout.coordinates)
-        for named in self._parameters.values() if not found else ():
+        for named in (*self._parameters.values(), *self.buffers()) if self.layout.parallel is None else ():
             mesh: Any = named.tensor.device_mesh if is_dtensor(named.tensor) else None
             names, mine = (mesh.mesh_dim_names, mesh.get_coordinate()) if mesh is not None else (None, None)
             if names and mine is not None:
