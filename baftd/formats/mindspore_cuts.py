@@ -124,7 +124,9 @@ class Cut:
             if left != 1:
                 return None
             joined.append(axes)
-        return replace(self, shape=shape, tensor_map=tuple(joined)) if at == len(parts) else None
+        if any(size != 1 for size in self.shape[at:]):
+            return None
+        return replace(self, shape=shape, tensor_map=tuple(joined))
 
     def with_rows(self, rows: tuple[int, ...]) -> Cut:
         """The same cut into these parts of dimension 0.

@@ -97,10 +97,10 @@ def test_cut_off_at_every_byte(path: Any) -> None:
     assert refused[path.name] > len(data) / step * 0.9
 
 
-def test_every_flipped_bit_is_read_or_refused() -> None:
+def test_flipped_bits_are_read_or_refused() -> None:
     chance = random.Random(3)
     for data in (first_sample("dp1mp1pp4").files[1], JSON.read_bytes()):
-        for at in range(0, len(data), 1 if len(data) < 2000 else 17):
+        for at in range(0, len(data), 3 if len(data) < 2000 else 29):
             damaged = bytearray(data)
             damaged[at] ^= 1 << chance.randrange(8)
             try:
