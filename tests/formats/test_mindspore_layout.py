@@ -15,6 +15,7 @@ from baftd.formats.mindspore_layout import (
     layout_from_strategy_files,
     tag_of,
 )
+from baftd.formats.mindspore_strategy import parse_strategy
 from tests.support.mindspore_samples import DATA, FIRST, NAMES, Sample, Slices, first_sample, sample
 
 ALL = [*(first_sample(name) for name in FIRST), *(sample(name) for name in NAMES)]
@@ -195,7 +196,19 @@ def test_shapes_of_saved_parts_are_as_good_as_whole_shapes(job: Sample) -> None:
     assert from_files(job, shapes=None, part_shapes=parts) == layout
 
 
-def test_a_merged_file_is_as_good_as_the_files_of_ranks() -> None:
+@pytest.mark.parametrize("job", [job for job in MADE if job.merged is not None], ids=lambda job: job.name)
+def test_a_merged_file_of_stages_is_as_good_as_the_files_of_ranks(job: Sample) -> None:
+    assert job.merged is not None
+    assert job.stages > 1
+    file = parse_strategy(job.merged, "merged")
+    assert file.merged
+    assert file.current_stage == 1  # whatever the stages are
+    assert {tensor.stage for tensor in file.tensors.values()} == set(range(job.stages)) == set(file.stages)
+    shapes = None if job.json else job.shapes
+    assert layout_from_merged_strategy(job.merged, "m", job.groups, job.world, job.stages, shapes) == from_files(job)
+
+
+def test_a_merged_file_of_one_stage_too() -> None:
     job = first_sample("dp2mp2pp1_opt_shard2")
     merged = (DATA / "first" / "merged_dp2mp2pp1_opt_shard2.ckpt").read_bytes()
     assert layout_from_merged_strategy(merged, "m", job.groups, 4, 1, job.shapes) == from_files(job)

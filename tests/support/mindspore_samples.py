@@ -36,6 +36,7 @@ class Sample:
     stages: int = 1
     files: dict[int, bytes] = field(default_factory=dict)
     sources: dict[int, str] = field(default_factory=dict)
+    merged: bytes | None = None
     groups: dict[int, bytes] = field(default_factory=dict)
     layouts: dict[int, dict[str, tuple[Any, ...]]] = field(default_factory=dict)
     redundancy: dict[int, dict[str, tuple[tuple[int, ...], ...]]] = field(default_factory=dict)
@@ -70,6 +71,7 @@ def sample(name: str) -> Sample:
         for rank in ranks_in(path.stem.removeprefix("strategy_")):
             made.files[rank] = path.read_bytes()
             made.sources[rank] = path.name
+    made.merged = next((path.read_bytes() for path in folder.glob("merged.*")), None)
     made.world = len(made.files)
     pipeline = re.search(r"pp(\d+)", name)
     made.stages = int(pipeline[1]) if pipeline else 1

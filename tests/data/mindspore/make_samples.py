@@ -9,6 +9,7 @@ the compilation ended before the backend, and group sizes read off the names of 
 
 For each case OUT/<case>/ gets
     strategy_<ranks>.ckpt (or .json)   the strategy files, equal ones once ("0-3": those of ranks 0 to 3)
+    merged.ckpt (or .json)             with pipeline stages: the same merged by merge_pipeline_strategys
     group_<rank>.pb                    the group file of each rank
     layout.txt                         what MindSpore says, `<ranks> L <name> <entry of parameter_layout_dict>` and
                                        `<ranks> R <name> <groups of ranks that hold one slice>` (from
@@ -340,7 +341,7 @@ def pack(case: str, raw: Path, out: Path) -> None:
     (out / "layout.txt").write_text("".join(f"{said(ranks)} {line}\n" for line, ranks in lines.items()))
     options = CASES[case][3]
     # The JSON form has split shapes for dimensions that are cut twice, and MindSpore's own tools cannot read that.
-    transformed = {} if options.get("nested") and options.get("json") else by_transform(case, raw)
+    transformed = {} if options.get("nested") and options.get("json") else by_transform(case, raw, out)
     loaded = by_load(case, raw)
     tensors = []
     for name in sorted(loaded.keys() | transformed.keys()):
@@ -425,7 +426,7 @@ def by_load(case: str, out: Path) -> dict:
     return found
 
 
-def by_transform(case: str, out: Path) -> dict:
+def by_transform(case: str, raw: Path, out: Path) -> dict:
     import mindspore as ms
     import numpy as np
     from mindspore.train import serialization
@@ -436,7 +437,7 @@ def by_transform(case: str, out: Path) -> dict:
     shapes: dict[str, list[int]] = {}
     strategies: dict[int, set[str]] = {}
     for rank in range(world):
-        for name, layout in layouts_of(out / f"layout_rank{rank}.txt").items():
+        for name, layout in layouts_of(raw / f"layout_rank{rank}.txt").items():
             if not name.startswith("inputs") and layout[4]:
                 shapes[name] = layout[6]
                 strategies.setdefault(rank // (world // pp), set()).add(name)
@@ -447,9 +448,11 @@ def by_transform(case: str, out: Path) -> dict:
         (source / "rank_0").mkdir(parents=True)
         for rank in range(world):
             name = f"strategy_rank{rank}.{ending}"
-            (files / name).write_bytes((out / name).read_bytes())
+            (files / name).write_bytes((raw / name).read_bytes())
         merged = Path(scratch, f"merged.{ending}")
         ms.merge_pipeline_strategys(str(files), str(merged))
+        if pp > 1:
+            (out / merged.name).write_bytes(merged.read_bytes())
         whole = [
             {"name": name, "data": ms.Tensor(np.arange(np.prod(shape), dtype=np.int32).reshape(shape))}
             for name, shape in shapes.items()
