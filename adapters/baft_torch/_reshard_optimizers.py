@@ -110,16 +110,21 @@ def _plan_param(
     problems: list[str] = []
     tree = plan.tree
     for key in dict.fromkeys(key for each in params for key in each.keys):
-        base = next(each.keys[key] for each in params if key in each.keys)
-        asked = saved.wanted_name(f"{tree.prefix}{name}.{key}", base)
-        reason = saved.kept_by(base)
+        first = next(each for each in params if key in each.keys)
+        base = first.keys[key]
+        asked = first.exact[key] if saved.exact and first.name == name else base
         there = saved.tensors.look_up(asked)
-        if reason or isinstance(there, Problem):
-            problems.append(reason or str(there))
+        if isinstance(there, Problem):
+            problems.append(saved.kept_by(base) or str(there))
             continue
-        odd = next((each.odd[key] for each in params if key in each.odd), {})
         path = f"{tree.prefix}{name}.{key}"
-        target = _target(saved, state, path, asked, param, there, odd)
+        odd = next((each.odd[key] for each in params if key in each.odd), {})
+        # A plain tensor of its sharded parameter's local shape is cut as that is; one element has no parts.
+        local = all(each.local.get(key, True) for each in params)
+        if not local and prod(there.shape) != 1 and saved.kept_by(base):
+            problems.append(saved.kept_by(base))
+            continue
+        target = _target(saved, state, path, asked, param, there, {**odd, "plain": local and bool(odd.get("plain"))})
         if isinstance(target, str):
             problems.append(target)
         else:
@@ -143,7 +148,7 @@ def _plan_tied(plan: TreePlan, saved: SavedState, taken: list[SavedParam], other
         for key, base in each.keys.items():
             plan.tied.add(base)
             if key not in keys or not saved.same(keys[key], base):
-                problems.append(f"{taken[0].name} and {each.name} are one parameter here, and their {key} differ")
+                problems.append(f"{taken[0].base} and {each.base} are one parameter here, and their {key} differ")
     return problems
 
 
@@ -178,7 +183,7 @@ def _target(
         shell = _shell(param, shape, dtype, odd)
         cut = state.models.layout.held_of_state(path, shell, state.held_of(param), tuple(param.shape))
         return target(lambda: shell, cut.parts)
-    if held.problem and not is_dtensor(param):
+    if held.problem and not is_dtensor(param) and prod(shape) != 1:
         return f"tensor {path!r} cannot be taken over: {held.problem}"
     return target(lambda: torch.empty(shape, dtype=dtype, device=device), whole(shape, declared=False).parts)
 

@@ -407,7 +407,7 @@ def _groups(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 def _keep_exact(state: Mapping[Any, Any], values: Mapping[torch.Tensor, Mapping[Any, Any]]) -> None:
     """Undo casts: `load_state_dict` turns floating state to its parameter's type, which loses bits of fp32 state of a
-    bf16 parameter."""
+    bf16 parameter, and text to the name of a generator."""
     for param, given in values.items():
         loaded = state.get(param)
         if loaded is None:
@@ -417,13 +417,15 @@ def _keep_exact(state: Mapping[Any, Any], values: Mapping[torch.Tensor, Mapping[
             if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now is not value:
                 if now.dtype != value.dtype or now.device != value.device:
                     loaded[key] = value
-            elif isinstance(value, dict | list | tuple) and _inexact(value, now):
+            elif isinstance(value, dict | list | tuple | str) and _inexact(value, now):
                 loaded[key] = value
 
 
 def _inexact(given: object, now: object) -> bool:
     if isinstance(given, torch.Tensor) and isinstance(now, torch.Tensor):
         return given.dtype != now.dtype or given.device != now.device
+    if isinstance(given, str):
+        return given != now
     if isinstance(given, dict) and isinstance(now, dict):
         return any(_inexact(value, now.get(key)) for key, value in given.items())
     if isinstance(given, list | tuple) and isinstance(now, list | tuple):

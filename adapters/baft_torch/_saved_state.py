@@ -74,8 +74,12 @@ class SavedParam:
     places: list[Place] = field(default_factory=list)
     keys: dict[str, str] = field(default_factory=dict)
     """Of the tensors of its state ("exp_avg", "buf.0") -> the base name of each."""
+    exact: dict[str, str] = field(default_factory=dict)
+    """The same -> the name under which the first rank saved it."""
     odd: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     """By key: how a tensor lies that does not lie as its parameter does (see `_optimizers.placement_of`)."""
+    local: dict[str, bool] = field(default_factory=dict)
+    """By key: on every rank it is a plain tensor of the local shape of a DTensor parameter, and cut as that is."""
     others: dict[Any, dict[int, Any]] = field(default_factory=dict)
     """By key and rank: state that is no tensor. References hold the key of the tensor that is meant."""
 
@@ -94,12 +98,17 @@ class SavedState:
         """Optimizers that were saved as one piece, in words."""
         self._bases: dict[str, str] = {}
         self._params: dict[str, dict[str, SavedParam]] = {}
+        self._local: list[tuple[int, int, SavedParam, str, str]] = []
+        """Entries by rank and place that may be cut as their parameter is: with it, their key, its name."""
         self._owners: dict[str, str] = {}
         """Base name of a state tensor -> of its parameter."""
         self._kept: dict[str, str] | None = None
         self._tied: dict[str, set[str]] = {}
         """Base name of a parameter -> other names of the same tensor."""
         entries = {rank: self._read_rank(rank, small) for rank, small in smalls.items()}
+        for rank, at, param, key, like in self._local:
+            if param.local[key]:
+                self._cut(entries[rank], at, like)
         self.tensors = SavedSet.of(
             entries, shards.same_bytes, base=self.base, exact=exact
         )
@@ -159,11 +168,11 @@ class SavedState:
     def kept_by(self, base: str) -> str:
         """Why what was saved of a tensor cannot be taken to another layout, whatever its bytes; empty if it can."""
         if self._kept is None:
-            self._kept = {
-                self._bases.get(name, name): f"tensor {name!r} of rank {rank} cannot be taken over: {reason}"
-                for rank, small in self.smalls.items()
-                for name, reason in small.get("not_transferable", {}).items()
-            }
+            self._kept = {}
+            for rank, small in self.smalls.items():
+                for name, reason in small.get("not_transferable", {}).items():
+                    said = f"tensor {name!r} of rank {rank} cannot be taken over: {reason}"
+                    self._kept.setdefault(self.base(name), said)
         return self._kept.get(base, "")
 
     def broadcast(self) -> dict[str, set[int]]:
@@ -178,19 +187,14 @@ class SavedState:
     # ------------------------------------------------------------ reading
 
     def _read_rank(self, rank: int, small: Mapping[str, Any]) -> list[tuple[str, TensorEntry]]:
-        """Learn what a rank saved; its entries, with ranges where their parameter has some."""
-        optimizers = small.get("optimizers", [])
-        if not isinstance(optimizers, list) or not all(isinstance(each, dict) for each in optimizers):
-            raise FormatError(f"small state of rank {rank} holds no list of optimizers.")
+        """Learn what a rank saved; its entries with their stored names."""
+        optimizers = optimizers_of(small, rank)
         stages = small.get("stages", ())
         names = [{name for group in each["params"] for name in group} for each in optimizers]
         for i, described in enumerate(optimizers):
             self._read_optimizer(rank, i, described, stages)
-        entries = self.shards.entries(rank)
-        by_name = {name: entry for entry in entries.values() for name in (entry.name, *entry.aliases)}
-        found = []
-        for stored, entry in entries.items():
-            kept = entry
+        found = list(self.shards.entries(rank).items())
+        for at, (_, entry) in enumerate(found):
             for name in (entry.name, *entry.aliases):
                 number = _optimizer_of(name)
                 if number is None or number >= len(optimizers):
@@ -204,17 +208,27 @@ class SavedState:
                 key = name[len(prefix) + len(owner) + 1 :]
                 param = self._param(owner, number, stages)
                 self._bases[name] = param.keys[key] = f"optim.{param.base}.{key}"
+                param.exact.setdefault(key, name)
                 self._owners[param.keys[key]] = param.base
-                odd = optimizers[number].get("odd", {}).get(name)
-                if odd is not None:
+                odd = optimizers[number].get("odd", {}).get(name, {})
+                if odd:
                     param.odd[key] = odd
-                    kept = _as_its_parameter(kept, odd, by_name.get(f"model.{owner}"))
+                param.local[key] = param.local.get(key, True) and bool(odd.get("plain"))
+                if odd.get("plain"):
+                    self._local.append((rank, at, param, key, f"model.{owner}"))
             if entry.aliases and _optimizer_of(entry.name) is None:
                 names_of = [base_name(n, stages).removeprefix("model.") for n in (entry.name, *entry.aliases)]
                 for name in names_of:
                     self._tied.setdefault(name, set()).update(names_of)
-            found.append((stored, kept))
         return found
+
+    @staticmethod
+    def _cut(entries: list[tuple[str, TensorEntry]], at: int, like: str) -> None:
+        """Give an entry the ranges of the parameter `like` of the same rank, whose local shape it has."""
+        stored, entry = entries[at]
+        param = next((e for _, e in entries if like in (e.name, *e.aliases)), None)
+        if entry.ranges is None and param is not None and param.ranges is not None and param.shape == entry.shape:
+            entries[at] = (stored, replace(entry, global_shape=param.global_shape, ranges=param.ranges))
 
     def _read_optimizer(self, rank: int, number: int, described: Mapping[str, Any], stages: Iterable[int]) -> None:
         if "whole" in described:
@@ -240,6 +254,14 @@ def param_base(name: str, number: int, stages: tuple[int, ...]) -> str:
     return f"{number}.{name}" if _UNNAMED.fullmatch(name) else base_name(name, stages)
 
 
+def optimizers_of(small: Mapping[str, Any], rank: int) -> list[Mapping[str, Any]]:
+    """What the small state of a rank says of its optimizers."""
+    found = small.get("optimizers", [])
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise FormatError(f"small state of rank {rank} holds no list of optimizers.")
+    return found
+
+
 def by_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words."""
     ordered = sorted(set(ranks))
@@ -250,13 +272,6 @@ def by_ranks(ranks: Iterable[int]) -> str:
 def _optimizer_of(name: str) -> int | None:
     parts = name.split(".", 2)
     return int(parts[1]) if len(parts) == 3 and parts[0] == "optim" and parts[1].isdigit() else None
-
-
-def _as_its_parameter(entry: TensorEntry, odd: Mapping[str, Any], param: TensorEntry | None) -> TensorEntry:
-    """State that is a plain tensor of a sharded parameter's local shape is a shard in the same way."""
-    if not odd.get("plain") or entry.ranges is not None or param is None or param.ranges is None:
-        return entry
-    return replace(entry, global_shape=param.global_shape, ranges=param.ranges) if entry.shape == param.shape else entry
 
 
 def _keyed(value: object, prefix: str) -> object:
