@@ -173,14 +173,17 @@ class ModelTree:
         return self.pipeline.stage_ranks if self.pipeline.stage_ranks == 1 else None
 
     def coordinates(self) -> dict[str, int]:
-        """Place of this rank on each named axis of the job: as `parallel` says, else of the device meshes."""
-        found = dict(self.layout.coordinates)
-        for named in (*self._parameters.values(), *self.buffers()) if self.layout.parallel is None else ():
-            mesh: Any = named.tensor.device_mesh if is_dtensor(named.tensor) else None
-            names, mine = (mesh.mesh_dim_names, mesh.get_coordinate()) if mesh is not None else (None, None)
-            if names and mine is not None:
-                found.update({name: int(place) for name, place in zip(names, mine, strict=True) if name not in found})
-        return found
+        """Place of this rank on each named axis of the job: as `parallel` says, else on the first device mesh that
+        spans all ranks. Smaller meshes do not count: all ranks of a job need the same axes."""
+        if self.layout.parallel is not None:
+            return self.layout.coordinates
+        for named in (*self._parameters.values(), *self.buffers()):
+            if is_dtensor(named.tensor):
+                mesh = _root_of(named.tensor.device_mesh)
+                names, mine = mesh.mesh_dim_names, mesh.get_coordinate()
+                if names and mine is not None and mesh.size() == self.layout.world:
+                    return {name: int(place) for name, place in zip(names, mine, strict=True)}
+        return {}
 
     def _root(self, prefix: str, module: nn.Module) -> _Root:
         stage = self.pipeline.stage_of(module)
@@ -203,6 +206,12 @@ class ModelTree:
             else:
                 origin = Origin(stage, replicated, ranks)
                 return _Root(prefix, module, origin, ignored, broadcast, replicas or _fsdp_replicas(module))
+
+
+def _root_of(mesh: Any) -> Any:
+    """The mesh of which `mesh` is a part; itself where it is none, or torch does not say."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return root() if callable(root) else mesh
 
 
 def _fsdp_replicas(module: nn.Module) -> int | None:

@@ -155,6 +155,7 @@ def test_a_mesh_within_a_stage_of_the_world_mesh(ranks: Any) -> None:
         assert "parallel=" in remark
         assert state.stages == (pp,)
         assert state.stage_count == 2
+        assert state.models.coordinates() == {"pp": pp, "dp": dp, "tp": tp}
         assert state.small()["stages"] == [pp]
         item = state.by_name()[f"model.stage{pp}.norm"]
         assert (item.base, item.held.shape, item.held.box) == ("model.norm", (4,), ((2 * dp, 2 * dp + 2),))
