@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 from baftd.checkpoint.layout import Layout
 from baftd.errors import LayoutError
@@ -168,6 +170,32 @@ def test_a_mesh_within_a_stage_of_the_world_mesh(ranks: Any) -> None:
         assert [entry.ranges for entry in entries_of(alone)] == [None, None]
         named = state_of(model, rank=rank, world=8, names=lambda name, pp=pp: name.replace("model.", f"model.{pp}."))
         assert {entry.name: entry.ranges for entry in entries_of(named)}[f"model.{pp}.norm"] is not None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_schedules_say_the_stages_of_a_rank_and_how_many_ranks_share_them(ranks: Any) -> None:
+    """Interleaved stages, each replicated by DDP over the two ranks of its pipeline place."""
+    found: dict[int, dict[str, Any]] = {}
+    for rank in range(4):
+        become(rank, 4)
+        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+        pp = world["pp"].get_local_rank()
+        chunks: list[Any] = [
+            DistributedDataParallel(torch.nn.Linear(2, 2, bias=False), process_group=world["dp"].get_group())
+            for _ in range(2)
+        ]
+        stages = [
+            PipelineStage(chunk, pp + 2 * k, 4, torch.device("cpu"), group=world["pp"].get_group())
+            for k, chunk in enumerate(chunks)
+        ]
+        schedule = ScheduleInterleaved1F1B(stages, n_microbatches=2, loss_fn=torch.nn.functional.mse_loss)  # type: ignore[arg-type]
+        state = state_of(chunks, rank=rank, world=4, schedule=schedule)
+        found[rank] = {entry.name: entry.ranges for entry in entries_of(state)}
+        assert (state.stages, state.stage_count, state.data_parallel) == ((pp, pp + 2), 4, 2)
+        # The same modules without their schedule: names "0.weight" on two ranks that are no replicas.
+        assert {entry.ranges for entry in entries_of(state_of(chunks, rank=rank, world=4))} == {None}
+    for rank, entries in found.items():
+        assert entries == {f"model.stage{rank // 2 + 2 * k}.weight": ((0, 2), (0, 2)) for k in range(2)}
 
 
 def test_several_ranges_of_one_tensor_become_several_entries(ranks: Any) -> None:
