@@ -16,13 +16,16 @@ __all__ = ["Agreement"]
 class Agreement:
     """Asks all ranks of a process group. Without an initialised group, or alone in it, a rank speaks for itself."""
 
-    def __init__(self, group: Any = None, *, timeout: float = 60.0) -> None:
-        """`group`: None: the default one, if there is one. `timeout`: seconds to wait for the others."""
+    def __init__(self, group: Any = None, *, world: int = 1, timeout: float = 60.0) -> None:
+        """`group`: None: the default one, if there is one. `world`: ranks of the job. `timeout`: seconds to wait for
+        the others."""
         self._group = group
         self._timeout = timedelta(seconds=timeout)
         dist = torch.distributed
         self.alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1
         """Nobody else can be asked."""
+        self.complete = world == 1 or not self.alone
+        """The answers are those of all ranks."""
 
     def any(self, flags: Sequence[bool]) -> list[bool]:
         """Which flags some rank has set. All ranks come here with equally many.

@@ -67,6 +67,11 @@ class OptimizerTree:
         found: dict[Any, Any] = self.optimizer.optim.state if self._zero else self.optimizer.state
         return found
 
+    @property
+    def kind(self) -> str:
+        """Name of the class that updates parameters: of the one within a ZeroRedundancyOptimizer."""
+        return type(self.optimizer.optim if self._zero else self.optimizer).__name__
+
     def owns(self, param: torch.Tensor) -> bool:
         """Whether this rank updates a parameter: under ZeroRedundancyOptimizer one rank does, and has the state."""
         return not self._zero or bool(self.optimizer._param_to_rank[param] == self.optimizer.rank)
@@ -154,6 +159,7 @@ class OptimizerTree:
         where = f"optimizer[{self.index}]"
         found: dict[str, Any] = {
             "class": type(self.optimizer).__name__,
+            **({"inner": self.kind} if self._zero else {}),
             "params": self._groups,
             "groups": [
                 {key: to_tree(v, f"{where}.param_groups[{g}].{key}") for key, v in group.items() if key != "params"}

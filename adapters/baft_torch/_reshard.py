@@ -214,7 +214,7 @@ def _plan_reads(plan: ReshardPlan, rank: int) -> list[str]:
 
 def _unclaimed(plan: ReshardPlan, agreement: Agreement | None, *, failed: bool) -> list[str]:
     """What was saved and no rank takes: it would be lost in silence. All ranks ask at the same time."""
-    if agreement is None:
+    if agreement is None or not agreement.complete:
         return []
     names = plan.saved.tensors.names()
     taken = {plan.saved.base(target.asked) for target in _targets(plan)}

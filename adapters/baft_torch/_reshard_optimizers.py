@@ -88,10 +88,9 @@ def plan_tree(saved: SavedState, state: TrainingState, tree: OptimizerTree) -> t
         if not places:
             problems.append(f"{what} has the parameter {name}, which no saved optimizer had")
             continue
-        kinds = {place.kind for place in places} - {type(tree.optimizer).__name__}
+        kinds = {place.kind for place in places} - {tree.kind}
         if kinds:
-            now = type(tree.optimizer).__name__
-            problems.append(f"{name} was held by {' and '.join(sorted(kinds))} and is held by {now}")
+            problems.append(f"{name} was held by {' and '.join(sorted(kinds))} and is held by {tree.kind}")
             continue
         found[name] = params
         if tree.owns(param):
@@ -136,7 +135,12 @@ def _plan_param(
         if not agreed(values):
             problems.append(f"{name} has another {key!r} on each of {by_ranks(values)}")
             continue
-        plan.others.setdefault(name, {})[key] = next(iter(values.values()))
+        plan.others.setdefault(name, {})[key] = value = next(iter(values.values()))
+        known = {known for each in params for known in each.keys}
+        problems += [
+            f"small state refers to {inner!r} of the state of {name}, a tensor that nobody saved"
+            for inner in sorted(_keys_in(value) - known)
+        ]
     return problems
 
 
@@ -228,22 +232,33 @@ def _plan_options(plan: TreePlan, found: Mapping[str, list[SavedParam]], what: s
         if not places:
             plan.options.append({})  # an empty group keeps its own
             continue
-        plan.options.append(from_tree(places[0].options))
-        first = encode(places[0].options)
-        other = next((place for place in places if encode(place.options) != first), None)
+        own = {key: group[key] for key in _OF_LAYOUT if key in group}
+        plan.options.append({**from_tree(_told(places[0])), **own})
+        first = encode(_told(places[0]))
+        other = next((place for place in places if encode(_told(place)) != first), None)
         if other is not None:
             problems.append(f"{what}, group {g}: {_said_apart(places[0], other)}")
     return problems
 
 
+_OF_LAYOUT = ("param_names",)
+"""Options of a group that say which parameters it has: the live ones stay."""
+
+
+def _told(place: Place) -> dict[str, Any]:
+    """What a saved group's options say of any group."""
+    return {key: value for key, value in place.options.items() if key not in _OF_LAYOUT}
+
+
 def _said_apart(a: Place, b: Place) -> str:
     """Which options of two saved groups differ."""
+    one, other = _told(a), _told(b)
     keys = [
         key
-        for key in {**a.options, **b.options}
-        if key not in a.options or key not in b.options or encode(a.options[key]) != encode(b.options[key])
+        for key in {**one, **other}
+        if key not in one or key not in other or encode(one[key]) != encode(other[key])
     ]
-    said = ", ".join(f"{key} ({a.options.get(key)!r} and {b.options.get(key)!r})" for key in keys[:4])
+    said = ", ".join(f"{key} ({one.get(key)!r} and {other.get(key)!r})" for key in keys[:4])
     return f"its parameters came from groups whose options differ: {said} ({a}; {b})"
 
 

@@ -56,7 +56,7 @@ class Place:
     optimizer: int
     group: int
     kind: str
-    """Class of the optimizer."""
+    """Class of the optimizer; of the one within a ZeroRedundancyOptimizer."""
     options: Mapping[str, Any]
     """Of the group, as saved."""
 
@@ -236,7 +236,7 @@ class SavedState:
             return
         for g, (names, options) in enumerate(zip(described["params"], described["groups"], strict=True)):
             for name in names:
-                place = Place(rank, number, g, described["class"], options)
+                place = Place(rank, number, g, described.get("inner", described["class"]), options)
                 self._param(name, number, stages).places.append(place)
         prefix = f"optim.{number}."
         for name, others in described.get("other", {}).items():

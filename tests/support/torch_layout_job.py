@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--no-reshard", action="store_true")
     parser.add_argument("--tied", action="store_true")
     parser.add_argument("--extra-layer", action="store_true")
+    parser.add_argument("--vanish", type=int, default=-1, help="rank that dies when the others ask for its layout")
     parser.add_argument("--loader", action="store_true")
     parser.add_argument("--durable", action="store_true", help="finish the job: the next start has durable shards only")
     args = parser.parse_args()
@@ -243,6 +244,8 @@ def run(args: argparse.Namespace, rank: int, world: int) -> None:
     ckpt = baft_torch.attach(
         job.models, job.optimizers, job="layouts", schedule=job.schedule, dataloader=loader, extra=extra, audit=1
     )
+    if rank == args.vanish:
+        ckpt._agreement.any = lambda _: os._exit(3)  # type: ignore[method-assign,assignment]
     try:
         first = ckpt.resume(reshard=not args.no_reshard)
         print(f"rank {rank} begins at step {first}", flush=True)

@@ -112,5 +112,8 @@ def test_what_does_not_fit_is_named_by_every_rank_and_nothing_is_lost(
     ended = chain.launch("plain", 1, no_reshard="")
     assert "resume(reshard=True)" in ended.outputs[0], ended.outputs
     assert re.search(r"saved by 2 ranks", ended.outputs[0]), ended.outputs
+    ended = chain.launch("ddp", 2, vanish="1")
+    assert ended.codes == [1, 3], ended.outputs
+    assert "TryAgain: the other ranks did not come to compare layouts" in ended.outputs[0], ended.outputs
     chain.steps = 2
     chain.go("plain", 1)

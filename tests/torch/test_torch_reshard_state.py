@@ -14,6 +14,7 @@ from baft_torch._agreement import Agreement
 from baft_torch._layout import JobLayout
 from baft_torch._models import ModelTree
 from baft_torch._reshard import ReshardPlan, plan_reshard
+from baft_torch._restore import load as load_as_it_is
 from baft_torch._state import TrainingState
 from baftd.errors import ModelMismatch
 from tests.support.torch_image import MemoryImage, snapshot
@@ -226,6 +227,13 @@ def test_tied_tensors_of_two_stages_become_one_if_they_are_equal_and_come_apart_
         assert made[0].state[getattr(module, which).weight]["step"].item() == 2.0
 
 
+def test_without_resharding_another_layout_is_refused_with_what_to_do() -> None:
+    images = pipeline([[[0]], [[1]]])
+    live = [stage(0, 1, salt=2)]
+    with pytest.raises(ModelMismatch, match=r"1\.weight is in the model but was not saved.*resume\(reshard=True\)"):
+        load_as_it_is(images[0], state_of(live, trained(live, steps=0)), images[0].small)
+
+
 def test_what_no_rank_of_the_new_layout_takes_is_named() -> None:
     images = pipeline([[[0]], [[1]]])
     live = [stage(1, salt=2)]
@@ -263,6 +271,53 @@ def test_groups_are_filled_by_what_held_their_parameters() -> None:
     text = refused(images(0.5), state_of(live, [groups_of(live, 0.0)]))
     assert "optimizer 0, group 0: its parameters came from groups whose options differ" in text
     assert "weight_decay (0.25 and 0.5) (rank 0, optimizer 0, group 0; rank 1, optimizer 0, group 0)" in text
+
+
+def test_names_of_parameters_in_groups_are_those_of_the_new_layout() -> None:
+    images = []
+    for rank in range(2):
+        module = stage(rank)
+        optimizers = trained([module], [torch.optim.AdamW(module.named_parameters(), lr=0.125)])
+        images.append(take(state_of(module, optimizers, rank=rank, world=2)))
+    live = stage(0, 1, salt=2)
+    optimizer = torch.optim.AdamW(live.named_parameters(), lr=1.0)
+    load(images, state_of(live, [optimizer]))
+    (group,) = optimizer.param_groups
+    assert group["param_names"] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert group["lr"] == 0.125
+
+
+def test_a_zero_redundancy_optimizer_and_the_one_within_it_give_each_other_their_state() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def job(rank: int, salt: int, steps: int) -> tuple[nn.Module, Any, TrainingState]:
+        module = stage(0, 1, 2, salt=salt)
+        wrapped = nn.parallel.DistributedDataParallel(module)
+        options = {"lr": 0.0, "weight_decay": 0.0}  # nobody sends the updated parameters here
+        zero = ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW, **options)  # type: ignore[arg-type]
+        trained([module], [zero], steps=steps)
+        return module, zero, state_of(wrapped, [zero], rank=rank, world=2)
+
+    plain = stage(0, 1, 2)
+    reference = trained([plain], [torch.optim.AdamW(plain.parameters(), lr=0.0, weight_decay=0.0)])
+    expected = moments(reference, [plain])
+    images, held = [], []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            module, zero, state = job(rank, 1, 2)
+            images.append(take(state))
+            held.append(moments([zero.optim], [module]))
+            live, other, state = job(rank, 2, 0)
+            load([take(state_of(plain, reference))], state, rank=rank)
+            assert moments([other.optim], [live]) == held[rank]
+            assert torch.equal(live["2"].weight, plain["2"].weight)  # type: ignore[arg-type]
+    assert held[0].keys().isdisjoint(held[1])
+    assert {**held[0], **held[1]} == expected
+    live = stage(0, 1, 2, salt=2)
+    optimizers = trained([live], [torch.optim.AdamW(live.parameters(), lr=1.0)], steps=0)
+    load(images, state_of(live, optimizers), agreement=Agreement())
+    assert moments(optimizers, [live]) == expected
+    assert optimizers[0].param_groups[0]["lr"] == 0.0
 
 
 class Odd(torch.optim.Optimizer):
