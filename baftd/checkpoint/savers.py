@@ -245,8 +245,12 @@ def divide(layout: Layout, capacity: Mapping[int, int] | None = None) -> Assignm
         for rank, nbytes in given_out.items():
             loads[rank] += nbytes
     for rank, some in pieces.items():
-        entries[rank] += len(some)
-        names[rank] += sum(len(layout.tensors[piece.tensor].name) for piece in some)
+        for piece in some:
+            tensor = layout.tensors[piece.tensor]
+            # A piece that begins or ends within a row is several boxes.
+            boxes = len(_boxes(tensor.cells()[piece.cell].box, piece.start, piece.stop))
+            entries[rank] += boxes
+            names[rank] += boxes * len(tensor.name)
     fills = (goal[rank] / weights[rank] for rank in range(layout.world) if weights[rank])
     return Assignment(
         layout=layout,

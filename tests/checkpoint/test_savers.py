@@ -65,6 +65,9 @@ def check_cover(layout: Layout, made: Assignment) -> None:
             assert any(contains(held, box) for held in layout.tensors[tensor].held[rank])
         total = sum(volume(box) * layout.tensors[tensor].itemsize for tensor, box in shares)
         assert total == made.bytes_of(rank)
+        # The JSON header of the rank's slot is as long as these two say.
+        assert made.entries[rank] == len(shares)
+        assert made.name_bytes[rank] == sum(len(layout.tensors[tensor].name) for tensor, _ in shares)
     for number, tensor in enumerate(layout.tensors):
         by_rank = saved.get(number, {})
         if made.mode == "divided" and tensor.replicated:
