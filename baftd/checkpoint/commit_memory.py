@@ -2,7 +2,8 @@
 
 A memory commit of step s needs, under the head token, a verified shard of every rank, each in the memory of a node
 whose incarnation is the one known to live now. It supersedes every older step. A step that some rank has passed
-without holding it is dead at once.
+without holding it is dead at once, and so is one whose ranks have divided what they hold under different plans: there
+may be ranges that none of them has saved.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class MemoryCommits:
         self._world = head.world if head else 0
         self._ranks: dict[int, _Rank] = {}
         self._steps: dict[int, _Step] = {}
-        self._restored: dict[int, tuple[str, str]] = {}
+        self._loaded: dict[int, tuple[str, str]] = {}
+        self._brought: dict[int, tuple[str, str]] = {}
         self._committed: CheckpointId | None = None
         self._committed_parts: dict[int, tuple[str, str]] = {}
         self._intact = False
@@ -212,8 +214,9 @@ class MemoryCommits:
         for step in self._steps.values():
             for rank in [r for r, part in step.memory.items() if (part.node, part.incarnation) == gone]:
                 del step.memory[rank]
-        for rank in [r for r, place in self._restored.items() if place == gone]:
-            del self._restored[rank]
+        for places in (self._loaded, self._brought):
+            for rank in [r for r, place in places.items() if place == gone]:
+                del places[rank]
         ranks = tuple(rank for rank, place in self._committed_parts.items() if place == gone)
         if self._committed is None or not ranks or not self._intact:
             return []
@@ -245,25 +248,27 @@ class MemoryCommits:
         return Ready(records, (*announce, answer, *self._news(announce)))
 
     def restored(self, restored: RestoredRank, now: float) -> Ready[CoordinatorInstruction]:
-        """A rank has loaded what the head epoch began from. When all have, that checkpoint is whole in memory again.
+        """A rank has loaded what the head epoch began from. When all have, and every shard of it lies in the memory of
+        some node, that checkpoint is whole in memory again.
 
-        Not so where it was saved by another world: the ranks of this one are not those whose shards it is made of. It
-        stays what the epoch began from, pinned everywhere, until the epoch commits a step of its own."""
+        Its shards are those of the ranks that saved it, however many ranks have loaded it."""
         head = self.history.head
         refusal = self._admit(restored, restored.token, restored.rank, None)
         announce: list[CoordinatorInstruction] = []
         if refusal is None and (head is None or head.parent != restored.checkpoint):
             refusal = (Verdict.REFUSED, f"epoch {restored.token.epoch} does not begin from {restored.checkpoint}")
-        if refusal is None and not self.history.same_world:
-            refusal = (Verdict.REFUSED, f"{restored.checkpoint} was saved by another world")
         verdict, detail = refusal or (Verdict.PENDING, "")
         if refusal is None and self._committed is not None:
             verdict = Verdict.COMMITTED
         elif refusal is None:
-            self._restored[restored.rank] = (restored.node, restored.incarnation)
-            if len(self._restored) == self._world:
+            place = (restored.node, restored.incarnation)
+            self._loaded[restored.rank] = place
+            self._brought.update(dict.fromkeys(restored.held, place))
+            origin = self.history.find(restored.checkpoint.epoch)
+            saved = range(origin.world) if origin is not None else ()
+            if len(self._loaded) == self._world and saved and all(rank in self._brought for rank in saved):
                 verdict = Verdict.COMMITTED
-                announce += self._commit(restored.checkpoint, dict(self._restored))
+                announce += self._commit(restored.checkpoint, {rank: self._brought[rank] for rank in saved})
         answer = Answer(
             restored.node,
             restored.incarnation,
@@ -368,6 +373,12 @@ class MemoryCommits:
             records += self._quarantine(checkpoint, reason, (before, part), announce)
             return Verdict.QUARANTINED, reason
         state.memory[shard.rank] = part
+        other = next((p for p in state.memory.values() if p.shard.plan != shard.plan), None)
+        if other is not None:
+            state.dead = f"ranks {other.shard.rank} and {shard.rank} saved it under different plans"
+            announce.append(Dead(checkpoint, shard.rank, state.dead))
+            self._changed()
+            return Verdict.DEAD, state.dead
         differing = self._disagreeing(state, part)
         if differing is not None:
             reason = (

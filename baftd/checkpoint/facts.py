@@ -111,6 +111,9 @@ class ShardFacts:
     `tree_digest` identifies the layout of the image, `root_digest` its bytes; `digests` are the chunk digests
     in image order (opaque here). `replicas` pairs the key of a set of stable ranges with the digest of their
     bytes: two ranks of one step with the same key must have the same digest (invariant 3).
+
+    `plan` identifies the division of replicated ranges under which the shard was saved: all shards of a step must have
+    been saved under one. Empty: not divided, the rank has saved all it holds.
     """
 
     token: Token
@@ -124,6 +127,7 @@ class ShardFacts:
     small_length: int = 0
     digests: bytes = b""
     replicas: tuple[tuple[bytes, bytes], ...] = ()
+    plan: bytes = b""
 
     @cached_property
     def checkpoint(self) -> CheckpointId:
@@ -136,7 +140,7 @@ class ShardFacts:
 
     def to_record(self) -> Record:
         """A dict of MessagePack types."""
-        return {
+        record: Record = {
             "token": token_record(self.token),
             "rank": self.rank,
             "world": self.world,
@@ -149,6 +153,9 @@ class ShardFacts:
             "digests": self.digests,
             "replicas": [[key, digest] for key, digest in self.replicas],
         }
+        if self.plan:
+            record["plan"] = self.plan
+        return record
 
     @staticmethod
     def from_record(record: Record) -> ShardFacts:
@@ -166,6 +173,7 @@ class ShardFacts:
                 small_length=int(record["small"]),
                 digests=bytes(record["digests"]),
                 replicas=tuple((bytes(key), bytes(digest)) for key, digest in record["replicas"]),
+                plan=bytes(record.get("plan", b"")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"a shard record does not have the fields of one: {error!r}") from error
@@ -243,7 +251,9 @@ class Skipped:
 
 @dataclass(frozen=True)
 class RestoredRank:
-    """A rank has loaded `checkpoint`, and this node holds its verified shard in a slot. Sent again until answered."""
+    """A rank has loaded `checkpoint`; of the ranks that saved it this node holds the verified shards of `held` in slots.
+
+    Those need not be the ranks that load: another world may have saved it. Sent again until answered."""
 
     store: str
     node: str
@@ -251,6 +261,7 @@ class RestoredRank:
     token: Token
     rank: int
     checkpoint: CheckpointId
+    held: tuple[int, ...]
 
 
 class Verdict(Enum):

@@ -15,6 +15,10 @@ Keys of `__metadata__`, all text:
     baft.step         boundary at which the state was taken, decimal
     baft.updates      number of optimizer updates by then, decimal
     baft.entries      JSON object: stored name -> what the safetensors entry itself cannot say (keys below)
+    baft.plan         where replicated ranges were divided among their holders: the plan of the division, 32
+                      hexadecimal digits; all shards of a step have the same, and only together they are its state
+    baft.held         with baft.plan: JSON list of what the rank held, one object a tensor (keys below, and `dtype`,
+                      `name`, `nbytes` and `shape` always), in the order in which it was declared
 
 Keys of one object in `baft.entries`, each left out where it says nothing new: `name` (of the tensor, where several
 ranges of it are stored), `dtype` and `shape` (where stored flat), `kind` ("volatile"), `global_shape`, `ranges`,
@@ -24,6 +28,7 @@ ranges of it are stored), `dtype` and `shape` (where stored flat), `kind` ("vola
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -127,8 +132,19 @@ class ParsedImage(ImageMap):
         return self.chunks(self.small_length)
 
 
-def plan_image(entries: Sequence[TensorEntry], small_room: int, *, job: str, rank: int, world: int) -> ImageLayout:
+def plan_image(
+    entries: Sequence[TensorEntry],
+    small_room: int,
+    *,
+    job: str,
+    rank: int,
+    world: int,
+    plan: bytes = b"",
+    held: Sequence[TensorEntry] = (),
+) -> ImageLayout:
     """Plan the image of a rank. Pure: client and daemon come to the same layout from the same arguments.
+
+    `plan`: of the division by which `entries` are a part of what the rank holds, which is `held`; empty: they are all.
 
     Raises UsageError naming the entry that makes no sense, or a header that safetensors would refuse.
     """
@@ -139,11 +155,15 @@ def plan_image(entries: Sequence[TensorEntry], small_room: int, *, job: str, ran
         raise UsageError(f"room of {small_room} bytes for the small state is out of range.")
     stored = check_entries(entries)
     # Offsets in the header count from the end of the header: first place everything behind a header of no length.
-    plan = map_image(entries, stored, 0)
-    if plan.small_offset + small_room > MAX_BYTES:
-        raise UsageError(f"the tensors have {plan.small_offset} bytes together, which is out of range.")
-    head = _render_head(plan.small_offset, small_room, job, rank, world, plan.placements)
-    tail = _render_tensors(plan)
+    flat = map_image(entries, stored, 0)
+    if flat.small_offset + small_room > MAX_BYTES:
+        raise UsageError(f"the tensors have {flat.small_offset} bytes together, which is out of range.")
+    more = {}
+    if plan:
+        check_entries(held)
+        more = {"baft.plan": plan.hex(), "baft.held": _json([_described(entry) for entry in held])}
+    head = _render_head(flat.small_offset, small_room, job, rank, world, flat.placements, more)
+    tail = _render_tensors(flat)
     filled = len(head % (0, 0, b"", b"", b"", b"")) + 32  # the incarnation fills its place
     length = filled + len(tail) + 1
     data_offset = -(-length // PAGE) * PAGE
@@ -165,13 +185,21 @@ def plan_image(entries: Sequence[TensorEntry], small_room: int, *, job: str, ran
         rank=rank,
         world=world,
         small_room=small_room,
+        plan=plan,
+        held=tuple(held) if plan else (),
         _head=head,
         _tail=tail,
     )
 
 
 def _render_head(
-    begin: int, small_room: int, job: str, rank: int, world: int, placements: Sequence[Placement]
+    begin: int,
+    small_room: int,
+    job: str,
+    rank: int,
+    world: int,
+    placements: Sequence[Placement],
+    more: dict[str, str],
 ) -> bytes:
     """Template for `%` of everything up to the end of the metadata: 8 bytes for the length, the small state, the
     metadata. Placeholders: small length, small end, epoch, incarnation, step, updates."""
@@ -183,6 +211,7 @@ def _render_head(
         "baft.rank": str(rank),
         "baft.world": str(world),
         "baft.entries": _json(table),
+        **more,
     }
     return b"".join(
         (
@@ -221,6 +250,12 @@ def _extra(placement: Placement) -> dict[str, object]:
         extra["dtype"] = entry.dtype
     if entry.shape != entry.stored_shape:
         extra["shape"] = entry.shape
+    return {**extra, **_beyond(entry)}
+
+
+def _beyond(entry: TensorEntry) -> dict[str, object]:
+    """What no safetensors entry can say."""
+    extra: dict[str, object] = {}
     if entry.kind != "stable":
         extra["kind"] = entry.kind
     if entry.ranges is not None:
@@ -231,6 +266,12 @@ def _extra(placement: Placement) -> dict[str, object]:
     if entry.strides is not None:
         extra["strides"] = entry.strides
     return extra
+
+
+def _described(entry: TensorEntry) -> dict[str, object]:
+    """All of an entry."""
+    named = {"name": entry.name, "dtype": entry.dtype, "shape": entry.shape, "nbytes": entry.nbytes}
+    return {**named, **_beyond(entry)}
 
 
 def _json(value: object) -> str:
@@ -280,6 +321,7 @@ def parse_image_header(data: BytesLike) -> ParsedImage:
         raise FormatError(f"image header: {error}") from error
     if not 0 <= rank < world <= MAX_WORLD:
         _bad("baft.rank", f"{rank} of {world} is out of range")
+    plan, held = _read_division(metadata)
     placements, pads, small_offset, small_length = _read_tensors(root, table, data_offset)
     if table:
         _bad("baft.entries", f"{next(iter(table))!r} is not in the file")
@@ -295,7 +337,34 @@ def parse_image_header(data: BytesLike) -> ParsedImage:
         step=_number(metadata, "baft.step"),
         updates=_number(metadata, "baft.updates"),
         small_length=small_length,
+        plan=plan,
+        held=held,
     )
+
+
+def _read_division(metadata: dict[str, Any]) -> tuple[bytes, tuple[TensorEntry, ...]]:
+    """The plan under which the shard was saved, and what its rank held; empty where nothing was divided."""
+    text = metadata.get("baft.plan", "")
+    if not re.fullmatch("([0-9a-f]{32})?", text):
+        _bad("baft.plan", f"{text[:40]!r} is not 32 hexadecimal digits")
+    if not text:
+        return b"", ()
+    text_held = _text(metadata, "baft.held").encode("utf-8", "surrogatepass")
+    listed = _parse_json(b'{"held":' + text_held + b"}", "baft.held")
+    if set(listed) != {"held"} or not isinstance(listed["held"], list):
+        _bad("baft.held", "is not a list")
+    held: list[TensorEntry] = []
+    for described in listed["held"]:
+        if not isinstance(described, dict) or not {"name", "dtype", "shape", "nbytes"} <= set(described):
+            _bad("baft.held", "a tensor has no name, dtype, shape or nbytes")
+        name = str(described["name"])
+        (nbytes,) = _sizes([described.pop("nbytes")], f"baft.held: {name}: nbytes")
+        held.append(_read_entry(name, "", (), nbytes, described))
+    try:
+        check_entries(held)
+    except UsageError as error:
+        raise FormatError(f"image header: baft.held: {error}") from error
+    return bytes.fromhex(text), tuple(held)
 
 
 def _read_tensors(

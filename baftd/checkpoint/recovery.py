@@ -1,8 +1,8 @@
 """What a start of the job goes on from: the newest checkpoint on the line whose every part can be had.
 
 Input is what nodes and durable directories say they hold (inventories) and the job's history. A checkpoint counts
-when each rank's shard lies somewhere verified, under one token and one world; the places may be of different tiers.
-For every newer step that is passed over the plan says why, in a sentence.
+when each rank's shard lies somewhere verified, under one token, one world and one plan of who saves what; the places
+may be of different tiers. For every newer step that is passed over the plan says why, in a sentence.
 
 A checkpoint that only has another world than the start is not passed over: an older one would be taken in silence, and
 the newer one lost. The start is refused, or with `reshard` takes it as it is.
@@ -44,6 +44,11 @@ class RestorePlan:
     def step(self) -> int:
         """The step to go on from."""
         return self.checkpoint.step if self.checkpoint else 0
+
+    @property
+    def divided(self) -> bool:
+        """Whether replicated ranges were saved by one holder only: a rank's state is in all shards together."""
+        return any(held.shard.plan for held in self.sources.values())
 
     @property
     def lost_steps(self) -> int:
@@ -174,6 +179,9 @@ def _judge(
     if missing:
         why = [f"rank {rank}: {text}" for rank, text in bad if rank in missing]
         return f"no verified shard of {name_ranks(missing)}" + (f" ({'; '.join(why[:4])})" if why else "")
+    odd = next((rank for rank, held in chosen.items() if held.shard.plan != chosen[0].shard.plan), None)
+    if odd is not None:
+        return f"ranks 0 and {odd} saved it under different plans: there may be ranges that nobody has saved"
     differing = _replicas_differ([held.shard for held in chosen.values()])
     if differing is not None:
         return f"replicas differ: ranks {differing[0]} and {differing[1]} hold the same ranges with different bytes"

@@ -11,6 +11,9 @@ fractional optimum, or one element for each of its classes where these are large
 Rows are cut where they are short enough for this bound; within a row only where a single one is too large. Loads count
 tensors alone, not the small state, which every rank saves for itself.
 
+Tensors may be kept from being cut (`whole`: each of their ranges has one saver, but all of it) or from being divided at
+all (`kept`: every holder saves what it has).
+
 The same layout and capacities give the same assignment on every machine: it need not be sent, its digest is enough.
 """
 
@@ -19,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -92,6 +95,8 @@ class _Group(NamedTuple):
     tensors: tuple[int, ...]
     name_bytes: int
     """Of all their names together."""
+    whole: bool = False
+    """Their cells are not cut."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,14 +208,23 @@ class Assignment:
         return [_sole_boxes(group.holding.cells) if group.replicated else {} for group in self._groups]
 
 
-def divide(layout: Layout, capacity: Mapping[int, int] | None = None) -> Assignment:
+def divide(
+    layout: Layout,
+    capacity: Mapping[int, int] | None = None,
+    *,
+    whole: Collection[int] = (),
+    kept: Collection[int] = (),
+) -> Assignment:
     """Divide replicated ranges among their holders.
+
+    whole: numbers of tensors whose cells must not be cut: the fullest rank may then carry one of them more than its
+    share. kept: those of which every holder saves all it has.
 
     capacity: bytes that each rank can copy in its windows in a step; None: all are equal. A rank with 0 has no window
     and saves only what no rank with one holds. Raises UsageError when a rank is missing or its capacity is negative.
     """
     given = None if capacity is None else _checked(layout.world, capacity)
-    groups = _grouped(layout)
+    groups = _grouped(layout, frozenset(whole), frozenset(kept))
     loads, entries, names = ([0] * layout.world for _ in range(3))
     members: dict[tuple[int, ...], list[tuple[int, int, int]]] = defaultdict(list)  # holders -> (bytes, group, cell)
     for number, group in enumerate(groups):
@@ -377,13 +391,16 @@ def _checked(world: int, capacity: Mapping[int, int]) -> tuple[int, ...]:
     return tuple(capacity[rank] for rank in range(world))
 
 
-def _grouped(layout: Layout) -> tuple[_Group, ...]:
+def _grouped(
+    layout: Layout, whole: frozenset[int] = frozenset(), kept: frozenset[int] = frozenset()
+) -> tuple[_Group, ...]:
     """All tensors, in groups that are held alike."""
-    found: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
+    found: dict[tuple[int, int, bool, bool], list[int]] = defaultdict(list)
     for holding, numbers in layout.by_holding:
         for number in numbers:
             tensor = layout.tensors[number]
-            found[id(holding), tensor.itemsize, tensor.replicated].append(number)
+            replicated = tensor.replicated and number not in kept
+            found[id(holding), tensor.itemsize, replicated, number in whole].append(number)
     return tuple(
         _Group(
             layout.tensors[numbers[0]].holding,
@@ -391,8 +408,9 @@ def _grouped(layout: Layout) -> tuple[_Group, ...]:
             replicated,
             tuple(numbers),
             sum(len(layout.tensors[number].name) for number in numbers),
+            uncut,
         )
-        for (_, itemsize, replicated), numbers in found.items()
+        for (_, itemsize, replicated, uncut), numbers in found.items()
     )
 
 
@@ -444,7 +462,7 @@ def _hand_out(
             at = 0
             while at < size:
                 rest, rank = -open_[0][0], open_[0][1]
-                if (size - at) * itemsize <= rest + slack[rank]:
+                if group.whole or (size - at) * itemsize <= rest + slack[rank]:
                     end = size
                 else:
                     unit = _unit(box, slack[rank] // itemsize)

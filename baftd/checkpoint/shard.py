@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
@@ -164,12 +164,18 @@ class Placement:
 @dataclass(frozen=True)
 class ImageMap:
     """Where everything lies in an image. `placements` are in image order; `small_offset` is where the small state
-    begins; the JSON header is chunks 0 to `header_chunks` - 1."""
+    begins; the JSON header is chunks 0 to `header_chunks` - 1.
+
+    `plan`: identifies the division of replicated ranges under which the shard was saved; empty: not divided. `held`:
+    what the rank held then, as it declared it: more than what was saved of it here.
+    """
 
     placements: tuple[Placement, ...]
     pads: tuple[Pad, ...]
     data_offset: int
     small_offset: int
+    plan: bytes = field(default=b"", kw_only=True)
+    held: tuple[TensorEntry, ...] = field(default=(), kw_only=True, repr=False)
 
     @property
     def header_chunks(self) -> int:
@@ -204,8 +210,15 @@ class ImageMap:
 
     @cached_property
     def tree_digest(self) -> bytes:
-        """Identity of the layout, independent of step, rank and order of declaration."""
-        return tree_digest_of(self.placements)
+        """Identity of the layout, independent of step, rank and order of declaration; of a divided one it covers the
+        plan, and what was held."""
+        tree = tree_digest_of(self.placements)
+        return digest(tree + self.plan + json.dumps(_canonical(self.held)).encode()) if self.plan else tree
+
+    @property
+    def declared(self) -> tuple[TensorEntry, ...]:
+        """What the rank held."""
+        return self.held if self.plan else tuple(placement.entry for placement in self.by_index)
 
     @cached_property
     def _fixed_chunks(self) -> tuple[Chunk, ...]:
@@ -263,12 +276,17 @@ def root_digest(chunk_digests: BytesLike, image_length: int) -> bytes:
 
 def tree_digest_of(placements: Iterable[Placement]) -> bytes:
     """xxh3-128 over the entries in canonical form, sorted by stored name."""
+    ordered = sorted(placements, key=lambda placement: placement.stored_name)
     canonical = [
-        [p.stored_name, e.name, e.dtype, e.shape, e.nbytes, e.kind, e.global_shape, e.ranges, e.aliases, e.strides]
-        for p in sorted(placements, key=lambda placement: placement.stored_name)
-        for e in (p.entry,)
+        [p.stored_name, *fields] for p, fields in zip(ordered, _canonical(p.entry for p in ordered), strict=True)
     ]
     return digest(json.dumps(canonical, separators=(",", ":")).encode())
+
+
+def _canonical(entries: Iterable[TensorEntry]) -> list[list[object]]:
+    return [
+        [e.name, e.dtype, e.shape, e.nbytes, e.kind, e.global_shape, e.ranges, e.aliases, e.strides] for e in entries
+    ]
 
 
 def check_entries(entries: Sequence[TensorEntry]) -> list[str]:

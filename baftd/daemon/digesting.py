@@ -126,6 +126,7 @@ def facts_of(header: SlotHeader, image: ImageMap, root: bytes, digests: bytes) -
         small_length=header.small_length,
         digests=digests,
         replicas=replicas_of(image, header.tree_digest, digests),
+        plan=image.plan,
     )
 
 
@@ -208,5 +209,6 @@ def shard_of_fetch(slot: SlotFile, claimed: ShardFacts, digests: bytes) -> tuple
         small_length=image.small_length,
         digests=digests,
         replicas=replicas_of(image, image.tree_digest, digests),
+        plan=image.plan,
     )
     return image, shard

@@ -117,6 +117,7 @@ class DurableWriter:
             shard.digests,
             token=shard.token,
             tree_digest=shard.tree_digest,
+            plan=shard.plan,
             updates=shard.updates,
             world=shard.world,
             parent=epoch.parent if epoch is not None else None,

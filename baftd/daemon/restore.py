@@ -117,6 +117,7 @@ def durable_inventory(found: list[DurableCheckpoint], fence: Token | None, node:
                 tree_digest=part.tree_digest,
                 root_digest=part.root_digest,
                 image_length=part.nbytes,
+                plan=part.plan,
             )
             shards.append(Held(shard, Source("durable", "", part.to_fields())))
     if fence is not None and fence.epoch not in epochs:

@@ -109,6 +109,7 @@ class DirectoryTier:
         *,
         token: Token,
         tree_digest: bytes,
+        plan: bytes = b"",
         updates: int,
         world: int,
         parent: CheckpointId | None = None,
@@ -139,6 +140,7 @@ class DirectoryTier:
             nbytes=length,
             root_digest=root_digest(digests, length),
             tree_digest=tree_digest,
+            plan=plan,
             lengths=pack_lengths(chunk_table),
             digests=digests,
         )
@@ -215,6 +217,7 @@ class DirectoryTier:
                     root_digest=record.root_digest,
                     tree_digest=record.tree_digest,
                     manifest_digest=record.manifest_digest,
+                    plan=record.plan,
                 )
                 for record in ordered
             ],

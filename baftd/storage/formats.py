@@ -37,6 +37,7 @@ Epoch = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 World = Annotated[int, Meta(ge=1, le=1 << 20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Plan = Annotated[bytes, Meta(max_length=16)]
 Incarnation = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 Text = Annotated[str, Meta(max_length=4096)]
 
@@ -61,7 +62,7 @@ class FencePost(Struct, frozen=True, kw_only=True):
         return _typed(record, "baftd.epoch", cls, where)
 
 
-class ShardManifest(Struct, frozen=True, kw_only=True):
+class ShardManifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Content of `rank-<r>.manifest`: what the shard file beside it holds, and what its chunks must be."""
 
     job: Text
@@ -78,6 +79,8 @@ class ShardManifest(Struct, frozen=True, kw_only=True):
     """Of the shard file."""
     root_digest: Digest
     tree_digest: Digest
+    plan: Plan = b""
+    """Under which replicated ranges were divided; empty: they were not."""
     lengths: bytes
     """Lengths of the chunks in order, 4 bytes each, little-endian; their sum is `nbytes`."""
     digests: bytes
@@ -142,10 +145,11 @@ class ShardManifest(Struct, frozen=True, kw_only=True):
             root_digest=self.root_digest,
             tree_digest=self.tree_digest,
             manifest_digest=digest,
+            plan=self.plan,
         )
 
 
-class PartOfCheckpoint(Struct, frozen=True, kw_only=True):
+class PartOfCheckpoint(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One shard in a checkpoint's manifest; its files are named by its rank."""
 
     rank: Rank
@@ -154,6 +158,7 @@ class PartOfCheckpoint(Struct, frozen=True, kw_only=True):
     root_digest: Digest
     tree_digest: Digest
     manifest_digest: Digest
+    plan: Plan = b""
 
 
 class CheckpointManifest(Struct, frozen=True, kw_only=True):

@@ -66,6 +66,8 @@ class ShardRecord:
     """16 bytes: identity of the image's layout."""
     manifest_digest: bytes
     """16 bytes: xxh3-128 of the shard's manifest, by which a commit names it."""
+    plan: bytes = b""
+    """16 bytes: the plan under which replicated ranges were divided; empty: they were not."""
 
     def to_fields(self) -> dict[str, Any]:
         """Plain values for a journal or a message."""
@@ -77,6 +79,7 @@ class ShardRecord:
             "root_digest": self.root_digest,
             "tree_digest": self.tree_digest,
             "manifest_digest": self.manifest_digest,
+            "plan": self.plan,
         }
 
     @classmethod
@@ -97,7 +100,10 @@ class ShardRecord:
                 raise FormatError(f"shard record: field {name!r} is {value!r}, not a {kind.__name__}")
             if name.endswith("_digest") and len(fields[name]) != 16:
                 raise FormatError(f"shard record: field {name!r} has {len(fields[name])} bytes, not 16")
-        return cls(**{name: fields[name] for name in kinds})
+        plan = fields.get("plan", b"")
+        if not isinstance(plan, bytes) or len(plan) not in (0, 16):
+            raise FormatError(f"shard record: field 'plan' is {plan!r}, not 16 bytes")
+        return cls(**{name: fields[name] for name in kinds}, plan=plan)
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,7 @@ class Tier(Protocol):
         *,
         token: Token,
         tree_digest: bytes,
+        plan: bytes = b"",
         updates: int,
         world: int,
         parent: CheckpointId | None = None,
@@ -248,6 +255,7 @@ class Tier(Protocol):
     ) -> ShardRecord:
         """Make `length` bytes at `source_offset` of `source_fd` durable as the shard of `rank`.
 
+        `plan`: as in `ShardRecord`.
         `digests`: 16 bytes a chunk of `chunk_table`; every chunk that is handed to the storage is digested again and
         compared. Calling it again for a shard that is there already with the same digests returns its record.
         `progress` is told the bytes written so far, by worker threads, not always in order.
