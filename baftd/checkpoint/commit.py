@@ -169,7 +169,8 @@ class JobCoordinator(DurableCommits):
             raise UsageError(f"epoch {token.epoch} of job {self.job} has begun to train: its plan is fixed.")
         records = self.history.reparent(token, plan.checkpoint)
         if records:
-            self._restored.clear()
+            self._loaded.clear()
+            self._brought.clear()
             self._decided_step = plan.checkpoint.step if plan.checkpoint else 0
             self._changed()
         return Ready(records, (Publish(self.view),))

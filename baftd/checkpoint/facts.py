@@ -251,9 +251,9 @@ class Skipped:
 
 @dataclass(frozen=True)
 class RestoredRank:
-    """A rank has loaded `checkpoint`; of the ranks that saved it this node holds the verified shards of `held` in slots.
+    """A rank has loaded `checkpoint`; of the ranks that saved it this node holds the verified shards of `held`.
 
-    Those need not be the ranks that load: another world may have saved it. Sent again until answered."""
+    Those need not be ranks that load: another world may have saved it. Sent again until answered."""
 
     store: str
     node: str

@@ -72,15 +72,6 @@ class History:
         return self._line[0].token if self._line else None
 
     @property
-    def same_world(self) -> bool:
-        """Whether the head has as many ranks as saved the checkpoint that it began from."""
-        head = self.head
-        if head is None or head.parent is None:
-            return True
-        origin = self._epochs.get(head.parent.epoch)
-        return origin is None or origin.world == head.world
-
-    @property
     def highest_step(self) -> int:
         """The highest step ever seen in any epoch."""
         return self._highest

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from baftd.checkpoint.facts import Ready, Record, RestoredRank, ShardFacts, Writer
+from baftd.checkpoint.facts import Ready, Record, ShardFacts, Writer
 from baftd.checkpoint.history import History
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.node_reports import NodeReports
@@ -25,7 +25,6 @@ from baftd.checkpoint.orders import (
     ReceiveSlot,
     Refuse,
     RefuseGrant,
-    SendRestored,
     TellCadence,
 )
 from baftd.checkpoint.slots import DAEMON, HeaderFacts, SlotState, rebuild_table
@@ -96,6 +95,7 @@ class NodeJob(NodeReports):
             return out.ready()
         client = Client(writer, token, world, tree_digest, self._passed.get((token, rank), -1))
         self._clients[rank] = client
+        self._has_loaded(rank, token, out)  # else it would not train: known again, if the daemon died after it was said
         table = self._table(rank)
         table.lay(slots)
         for slot in table:
@@ -305,18 +305,7 @@ class NodeJob(NodeReports):
         return self._settle(out)
 
     def restored(self, rank: int, token: Token) -> Ready[NodeInstruction]:
-        """The process of this rank has loaded what its epoch begins from, out of a slot of this node.
-
-        Nothing follows where another world saved it: see `MemoryCommits.restored`."""
+        """The process of this rank has loaded what its epoch begins from, out of slots of this node."""
         out = Out()
-        head = self.history.head
-        if head is None or head.token != token or head.parent is None:
-            return out.ready()
-        if not self.history.same_world or self.holding(rank, head.parent) is None:
-            return out.ready()
-        self._restored[rank] = (head.parent, False)
-        if self._online:
-            out.announce.append(
-                SendRestored(RestoredRank(self._store, self.node, self.incarnation, token, rank, head.parent))
-            )
+        self._has_loaded(rank, token, out)
         return out.ready()

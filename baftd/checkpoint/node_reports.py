@@ -270,15 +270,31 @@ class NodeReports(NodeSlots):
             if skip is not None:
                 out.announce.append(SendSkip(self._fill_skip(skip)))
             restored = self._restored.get(rank)
-            if restored is not None and not restored[1] and self.holding(rank, restored[0]) is not None:
-                out.announce.append(
-                    SendRestored(RestoredRank(self._store, self.node, self.incarnation, token, rank, restored[0]))
-                )
+            if restored is not None and not restored[1]:
+                self._send_restored(rank, token, restored[0], out)
         for key, report in self._durable.items():
             if key not in self._durable_answered:
                 out.announce.append(SendReport(self._fill_report(report)))
         for (rank, step), reason in self._durable_failed.items():
             out.announce.append(SendPersistFailed(token, step, rank, reason))
+
+    def _has_loaded(self, rank: int, token: Token, out: Out) -> None:
+        """Owe the coordinator the word that a rank has loaded what the head epoch began from, until that has committed
+        a step of its own."""
+        head, view = self.history.head, self._view
+        if head is None or head.token != token or head.parent is None or (view is not None and view.begun):
+            return
+        if self._restored.get(rank, (None, False)) == (head.parent, True):
+            return
+        self._restored[rank] = (head.parent, False)
+        if self._online:
+            self._send_restored(rank, token, head.parent, out)
+
+    def _send_restored(self, rank: int, token: Token, checkpoint: CheckpointId, out: Out) -> None:
+        held = tuple(sorted(owner for owner in self.tables if self.holding(owner, checkpoint) is not None))
+        out.announce.append(
+            SendRestored(RestoredRank(self._store, self.node, self.incarnation, token, rank, checkpoint, held))
+        )
 
     # ------------------------------------------------------------ durable tier
 

@@ -60,7 +60,12 @@ async def describe_layout(context: Context, jobs: Mapping[str, JobOnNode], messa
 def _encode(tensors: Mapping[int, list[TensorEntry]], reply: LayoutReply) -> bytes:
     from baftd.checkpoint.layout import Layout, RankPlace  # numpy: not for a daemon that nobody asks
 
-    places = [RankPlace(r.rank, tuple(r.stages), r.coordinates, r.node) for r in reply.ranks]
+    # An axis that some ranks do not have (experts on one stage only) says nothing of where the others stand.
+    axes = set.intersection(*(set(r.coordinates) for r in reply.ranks))
+    places = [
+        RankPlace(r.rank, tuple(r.stages), {axis: at for axis, at in r.coordinates.items() if axis in axes}, r.node)
+        for r in reply.ranks
+    ]
     return Layout.of_entries(tensors, places, world=reply.world).encode()
 
 
@@ -90,5 +95,5 @@ def _tensors(job: JobOnNode, records: Mapping[int, Record]) -> tuple[dict[int, l
         if found is None:
             unknown.append(rank)
         else:
-            tensors[rank] = [placement.entry for placement in found.by_index]
+            tensors[rank] = list(found.declared)
     return tensors, unknown

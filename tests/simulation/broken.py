@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baftd.checkpoint.commit import JobCoordinator, Part
-from baftd.checkpoint.facts import Held, Inventory, JobView, Ready, Record, Report, ShardFacts, Skipped
+from baftd.checkpoint.facts import Held, Inventory, JobView, Ready, Record, Report, RestoredRank, ShardFacts, Skipped
 from baftd.checkpoint.history import History
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.node import NodeJob
@@ -67,6 +67,20 @@ class NewestCommittedIsFree(SlotTable):
     def judge(self, shard: ShardFacts, slot: Slot, line: Line, view: JobView) -> Reason:
         found = super().judge(shard, slot, line, view)
         return Reason.UNREPORTED if found is Reason.COMMITTED else found
+
+
+class OwnRanksOnly(NodeJob):
+    """Keeps of what a start began from only the shards of the ranks that it has."""
+
+    def _may_go(self, table: SlotTable, slot: Slot, view: JobView) -> bool:
+        return super()._may_go(table, slot, view) or self._is_beyond(table.rank)
+
+
+class NothingIsRemoved(NodeJob):
+    """Slots of ranks that a start does not have stay."""
+
+    def _is_beyond(self, rank: int) -> bool:
+        return False
 
 
 class ReclaimFromStale(NodeJob):
@@ -149,6 +163,37 @@ class AlmostAll(JobCoordinator):
 
     def _complete(self, step: Any) -> bool:
         return len(step.memory) >= max(1, self._world - 1)
+
+
+class CountedByLoaders(JobCoordinator):
+    """A checkpoint is whole in memory when all have loaded it, whoever holds the shards it is made of."""
+
+    def restored(self, restored: RestoredRank, now: float) -> Any:
+        if self.history.head is not None and restored.rank == self._world - 1 and self._committed is None:
+            places = dict.fromkeys(range(self._world), (restored.node, restored.incarnation))
+            return Ready((), tuple(self._commit(restored.checkpoint, places)))
+        return super().restored(restored, now)
+
+
+class AnyWorld(JobCoordinator):
+    """Lets a start go on from what another world saved, without leave."""
+
+    def plan(self, inventories: Sequence[Inventory], **kwargs: Any) -> RestorePlan:
+        return super().plan(inventories, **{**kwargs, "reshard": True})
+
+
+class OlderOfTheWorld(JobCoordinator):
+    """Passes over what another world saved, for an older step."""
+
+    def plan(self, inventories: Sequence[Inventory], **kwargs: Any) -> RestorePlan:
+        world = kwargs.get("world")
+        if world is None or kwargs.get("reshard"):
+            return super().plan(inventories, **kwargs)
+        own = [
+            replace(inventory, shards=tuple(held for held in inventory.shards if held.shard.world == world))
+            for inventory in inventories
+        ]
+        return super().plan(own, **kwargs)
 
 
 class ReplicasUnchecked(JobCoordinator):
@@ -276,6 +321,17 @@ BROKEN: Mapping[str, Broken] = {
         Rules(node=_node(NewestCommittedIsFree)), "invariant 5: .* has lost"
     ),
     "no restore pin": Broken(Rules(node=_node(NoRestorePin)), "invariant 5: .* has lost"),
+    "only shards of a start's own ranks are pinned": Broken(
+        Rules(node=OwnRanksOnly), "invariant 5: .* has lost", ("reshard", "_all")
+    ),
+    "slots of ranks that are no more stay": Broken(Rules(node=NothingIsRemoved), "leak: .*", ("reshard", "_all")),
+    "a checkpoint counts by the ranks that loaded it": Broken(
+        Rules(coordinator=CountedByLoaders), "invariant 3: .* shards", ("reshard", "_all")
+    ),
+    "another world needs no leave": Broken(Rules(coordinator=AnyWorld), "are let in for", ("reshard", "_all")),
+    "another world is passed over": Broken(
+        Rules(coordinator=OlderOfTheWorld), "are let in for|nothing was offered", ("reshard", "_all")
+    ),
     "no persist pin": Broken(Rules(node=_node(NoPersistPin)), "invariant 1: .* pinned and being read"),
     "slots of stale processes are given to others": Broken(
         Rules(node=ReclaimFromStale), "invariant 1: .* granted", ("_all", "_rank")

@@ -62,6 +62,8 @@ class Weather:
     new_layouts: float = 0.0
     full_disk: float = 0.0
     rollbacks: float = 0.0
+    reshards: float = 0.0
+    """A start has another number of ranks, or another layout, than the one before."""
     faults: tuple[int, ...] = ()
     """Weights of the kinds of faults in `run._Faults`."""
 
@@ -77,6 +79,7 @@ class Weather:
             new_layouts=rng.choice([0.0, 0.0, 0.03]),
             full_disk=rng.choice([0.0, 0.05, 0.3]),
             rollbacks=rng.choice([0.0, 0.0, 0.1, 0.4]),
+            reshards=rng.choice([0.0, 0.0, 0.3, 0.8]),
             faults=(*(rng.choice([0, 1, 1, 4]) for _ in range(kinds - 1)), 1),
         )
 
@@ -95,7 +98,6 @@ class Cluster:
     oracle: Oracle
     machines: dict[str, Machine]
     durable: DurableDirectory
-    world: int
     policy: Policy
     slots: int
     nodes: dict[str, SimNode] = field(default_factory=dict)
@@ -344,14 +346,14 @@ class SimNode:
         """What the daemon does on a Declare: make the slot files, then tell the core."""
         if self.core is None:
             return
-        for slot in indices:
+        for slot in indices if process.token == self.core.token else ():
             self.machine.slots.setdefault((process.rank, slot), Bytes())
         self.execute(
             self.core.declare(
                 process.rank,
                 process.writer,
                 process.token,
-                world=self.cluster.world,
+                world=process.run.world,
                 tree_digest=process.tree,
                 slots=list(indices),
             )
@@ -462,17 +464,23 @@ class SimNode:
         if core is None:
             done("gone")
             return
-        for slot in range(self.cluster.slots):
-            machine.slots.setdefault((rank, slot), Bytes())
-        self.execute(core.lay_slots(rank, range(self.cluster.slots)))
-        if self.core is not core:
-            done("gone")
-            return
-        ready = core.receive(rank)
-        self.execute(ready)
-        place = next((o for o in ready.announce if isinstance(o, orders.ReceiveSlot)), None)
-        if place is None or self.core is not core:
-            done("no room" if self.core is core else "gone")
+        usable = [slot.index for slot in core.tables.get(rank) or () if not slot.retired]
+        place = None
+        for made in ([], [max((index + 1 for owner, index in machine.slots if owner == rank), default=0)]):
+            if not usable and not made:
+                continue
+            for slot in made:
+                machine.slots[(rank, slot)] = Bytes()
+            ready = core.receive(rank, made or usable, made=made)
+            self.execute(ready)
+            place = next((o for o in ready.announce if isinstance(o, orders.ReceiveSlot)), None)
+            if self.core is not core:
+                done("gone")
+                return
+            if place is not None:
+                break
+        if place is None:
+            done("no room")
             return
         delay = self.cluster.sched.rng.uniform(0.1, 0.8)
         self.cluster.sched.at(delay, self._fetched, self.life, place, shard, source, done)
@@ -524,6 +532,7 @@ _ORDERS: dict[type, Callable[[SimNode, Any], None]] = {
     orders.Refuse: SimNode._to_process,
     orders.FreeSlot: SimNode._free,
     orders.RemoveSlot: SimNode._remove,
+    orders.RemoveRank: SimNode._nothing,
     orders.Digest: SimNode._digest,
     orders.ReceiveSlot: SimNode._nothing,
     orders.DropShard: SimNode._nothing,
@@ -552,5 +561,5 @@ def _show(order: object) -> str:
             text = f"{shorten(value.token)} rank {value.rank} step {value.step} passed={value.passed} held={value.held}"
         else:
             text = str(value)
-        parts.append(f"{name}={text}" if len(text) < 80 else f"{name}=...")
+        parts.append(f"{name}={text}" if len(text) < 400 else f"{name}=...")
     return f"{type(order).__name__} {' '.join(parts)}"

@@ -35,10 +35,10 @@ class _Obligation:
 class Oracle:
     """Sees everything, remembers what was promised, and raises `Violation`."""
 
-    def __init__(self, machines: dict[str, Machine], durable: DurableDirectory, world: int) -> None:
+    def __init__(self, machines: dict[str, Machine], durable: DurableDirectory) -> None:
         self.machines = machines
         self.durable = durable
-        self.world = world
+        self.worlds: dict[Token, int] = {}
         self.truth: dict[tuple[Token, int], int] = {}
         self.parents: dict[Token, tuple[Token | None, CheckpointId | None]] = {}
         self.by_checkpoint: dict[CheckpointId, Token] = {}
@@ -63,6 +63,7 @@ class Oracle:
     def opened(self, facts: EpochFacts, origin: Token | None) -> None:
         """An epoch (or another parent for it) has become durable at the coordinator."""
         self.parents[facts.token] = (origin, facts.parent)
+        self.worlds[facts.token] = facts.world
 
     def on_line(self, head: Token | None, token: Token, step: int) -> bool:
         """Whether state(step) of `token` is an ancestor of `head`, computed from what the launcher did."""
@@ -115,8 +116,9 @@ class Oracle:
         origin = self._origin(token, checkpoint)
         if checkpoint in quarantined:
             raise Violation(f"invariant 13: {checkpoint} is quarantined and was committed")
-        if len(places) != self.world:
-            raise Violation(f"invariant 3: {checkpoint} was committed with {len(places)} of {self.world} shards")
+        world = self.worlds.get(origin)
+        if len(places) != world:
+            raise Violation(f"invariant 3: {checkpoint} was committed with {len(places)} of {world} shards")
         if (origin, checkpoint.step) in self.corrupt:
             raise Violation(f"invariant 3: {checkpoint} was committed although its replicas differ")
         line = self.truth.get((origin, checkpoint.step))
@@ -150,6 +152,23 @@ class Oracle:
         return head
 
     # ------------------------------------------------------------ restore
+
+    def refused(self, world: int, plan: RestorePlan | None, resharded: RestorePlan) -> None:
+        """What a start of `world` ranks is given without leave to reshard (None: it is refused), and with it."""
+        other = resharded.checkpoint is not None and resharded.world != world
+        if (plan is None) != other:
+            raise Violation(
+                f"{world} ranks are {'refused' if plan is None else 'let in'} for a step of {resharded.world}"
+            )
+        if plan is not None and plan.checkpoint != resharded.checkpoint:
+            raise Violation(f"{plan.checkpoint} is chosen although {resharded.checkpoint} is there")
+
+    def remains(self, world: int) -> None:
+        """All is well and the newest start has committed: nothing is left of ranks that it does not have."""
+        for name, machine in self.machines.items():
+            left = sorted(key for key in machine.slots if key[0] >= world)
+            if left:
+                raise Violation(f"leak: {name} keeps slots {left} of ranks that a start of {world} does not have")
 
     def planned(
         self,
@@ -235,7 +254,12 @@ class Oracle:
 
     def _check_durable(self, token: Token, checkpoint: CheckpointId) -> None:
         entry = self.durable.checkpoints.get(checkpoint)
-        if entry is None or not entry.complete or entry.token != token or len(entry.shards) != self.world:
+        if (
+            entry is None
+            or not entry.complete
+            or entry.token != token
+            or sorted(entry.shards) != list(range(self.worlds[token]))
+        ):
             raise Violation(f"invariant 4: {checkpoint} is durable, but is not all there")
         if (token, checkpoint.step) in self.damaged:
             return

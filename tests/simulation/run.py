@@ -23,6 +23,7 @@ class Outcome:
     commits: int
     runs: int
     rollbacks: int
+    reshards: int = 0
     violation: str = ""
     trace: list[str] = field(default_factory=list)
 
@@ -37,7 +38,7 @@ def simulate(
 ) -> Outcome:
     """Run one seed for `trouble` seconds of virtual time with faults, then until it has committed again.
 
-    `stress` names kinds of faults (`_Faults.kinds`, or "loss") that are to strike more than others.
+    `stress` names kinds of faults (`_Faults.kinds`, "loss" or "reshard") that are to strike more than others.
     """
     sched = Scheduler(seed, trace=trace)
     rng = sched.rng
@@ -52,20 +53,21 @@ def simulate(
     )
     machines = {f"n{index}": Machine(f"n{index}") for index in range(count)}
     durable = DurableDirectory()
-    oracle = Oracle(machines, durable, world)
+    oracle = Oracle(machines, durable)
     slots = 4 if durable_on else 3
-    cluster = Cluster(sched, rules or Rules(), oracle, machines, durable, world, policy, slots)
+    cluster = Cluster(sched, rules or Rules(), oracle, machines, durable, policy, slots)
     cluster.weather = Weather.draw(rng, len(_Faults.kinds))
     sched.loss, sched.doubled = rng.choice([0.0, 0.08, 0.25]), rng.choice([0.0, 0.06, 0.25])
     sched.late = rng.choice([0.0, 0.08, 0.2])
     if stress:
         cluster.weather.faults = tuple(8 if kind in stress else 1 for kind in _Faults.kinds)
         sched.loss = 0.35 if "loss" in stress else sched.loss
+        cluster.weather.reshards = 0.8 if "reshard" in stress else cluster.weather.reshards
     cluster.coordinator = SimCoordinator(cluster)
     for name, machine in machines.items():
         cluster.nodes[name] = SimNode(cluster, machine)
         cluster.nodes[name].boot()
-    launcher = Launcher(cluster, target=rng.randint(4, 30))
+    launcher = Launcher(cluster, target=rng.randint(4, 30), world=world, most=max(world, 4))
     outcome = Outcome(seed, 0, 0, 0, 0)
     try:
         launcher.tick()
@@ -78,12 +80,13 @@ def simulate(
         sched.run(trouble, oracle.check)
         faults.heal()
         _must_commit(cluster)
+        _must_be_tidy(cluster, launcher)
     except Violation as violation:
         outcome.violation = f"at {sched.now:.3f} s: {violation}"
         if trace:
             sched.trace("VIOLATION", str(violation))
     outcome.events, outcome.commits = sched.events, oracle.commits
-    outcome.runs, outcome.rollbacks = launcher.runs, launcher.rollbacks
+    outcome.runs, outcome.rollbacks, outcome.reshards = launcher.runs, launcher.rollbacks, launcher.reshards
     outcome.trace = sched.lines
     return outcome
 
@@ -100,6 +103,15 @@ def _must_commit(cluster: Cluster) -> None:
         sched.run(sched.now + 1.0, oracle.check)
 
 
+def _must_be_tidy(cluster: Cluster, launcher: Launcher) -> None:
+    """What an earlier start of more ranks has left is gone, once every node has heard of a commit of the last one."""
+    run = launcher.run
+    if run is not None and run.training and not run.over:
+        cluster.sched.run(cluster.sched.now + 2.0, cluster.oracle.check)
+    if run is launcher.run and run is not None and run.training and not run.over and run.step > run.plan.step + 4:
+        cluster.oracle.remains(run.world)
+
+
 def _coordinator_timer(cluster: Cluster) -> None:
     cluster.coordinator.call("tick")
     cluster.sched.at(0.6, _coordinator_timer, cluster)
@@ -108,7 +120,7 @@ def _coordinator_timer(cluster: Cluster) -> None:
 class _Faults:
     """What goes wrong."""
 
-    kinds = ("_rank", "_daemon", "_machine", "_coordinator", "_wipe", "_flip", "_cadence", "_both", "_all")
+    kinds = ("_rank", "_daemon", "_machine", "_coordinator", "_wipe", "_flip", "_cadence", "_both", "_all", "_start")
 
     def __init__(self, cluster: Cluster, launcher: Launcher) -> None:
         self.cluster = cluster
@@ -137,6 +149,12 @@ class _Faults:
                 if self.cluster.sched.chance(0.9):
                     process.vanish()
             run.end("all ranks crash")
+
+    def _start(self) -> None:
+        """A start is given up while its ranks load."""
+        run = self.launcher.run
+        if run is not None and not run.training and not run.over:
+            run.end("killed while it loads")
 
     def _daemon(self) -> None:
         rng = self.cluster.sched.rng

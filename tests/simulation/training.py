@@ -35,7 +35,7 @@ class Process:
         self.unanswered: list[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = []
         self.cadences: list[Cadence] = []
         self.filling: tuple[int, int, int] | None = None
-        self.layout = 0
+        self.layout = run.layout
         self.cluster.processes[writer] = self
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Process:
     @property
     def tree(self) -> bytes:
         """Digest of the current layout."""
-        return b"tree%d.%d" % (self.rank, self.layout)
+        return b"tree%d.%d.%d" % (self.rank, self.run.world, self.layout)
 
     def reconnect(self) -> None:
         """The daemon is back: say again what it may not have heard."""
@@ -145,7 +145,7 @@ class Process:
         replica = digest((line, -1))
         if (self.token, step) in self.cluster.oracle.corrupt and self.rank == 0:
             replica = b"flipped"
-        world = self.cluster.world
+        world = self.run.world
         return ShardFacts(self.token, self.rank, world, step, step, self.tree, root, 100, replicas=((b"all", replica),))
 
     def _write(self, slot: int, generation: int, content: Content, header: HeaderFacts) -> None:
@@ -174,15 +174,21 @@ class Process:
             self.say(step, "seal", self.rank, self.writer, shard, slot, generation, digested=self.run.digests)
         self.run.passed(self, step)
         if self.zombie and sched.chance(0.5):
-            sched.at(0.2, self.boundary, step + 1, grow(line, self.token, step + 1))
+            more = grow(line, self.token, step + 1)
+            self.cluster.oracle.trained(self.token, step + 1, more)  # a lone one is a whole job
+            sched.at(0.2, self.boundary, step + 1, more)
 
 
 class Run:
     """One start of all ranks: restore together, then step together."""
 
-    def __init__(self, launcher: Launcher, token: Token, plan: RestorePlan, where: dict[int, SimNode]) -> None:
+    def __init__(
+        self, launcher: Launcher, token: Token, plan: RestorePlan, where: dict[int, SimNode], reshard: bool
+    ) -> None:
         self.launcher, self.cluster = launcher, launcher.cluster
-        self.token, self.plan, self.where = token, plan, where
+        self.token, self.plan, self.where, self.reshard = token, plan, where, reshard
+        self.world = len(where)
+        self.layout = launcher.layout
         self.digests = self.cluster.sched.chance(0.7)
         self.processes: dict[int, Process] = {}
         self.loaded: dict[int, int] = {}
@@ -204,18 +210,24 @@ class Run:
         if sched.now - self.quiet_since > 12.0:
             self.end("the restore takes too long")
             return
-        for rank in range(self.cluster.world):
+        for rank in self._saved():
             if rank not in self.loaded and rank not in self.fetching:
                 self._restore_rank(rank)
                 if self.over:
                     return
-        if len(self.loaded) == self.cluster.world:
+        told = all(node.core is not None and node.core.token == self.token for node in self.where.values())
+        if told and len(self.loaded) == len(self._saved()):
             self._train()
         else:
             sched.at(0.2, self.restore)
 
+    def _saved(self) -> range:
+        """The ranks that saved what this start begins from; its own when it begins afresh."""
+        return range(self.plan.world if self.plan.checkpoint is not None else self.world)
+
     def _restore_rank(self, rank: int) -> None:
-        node = self.where[rank]
+        """Bring the shard of a rank that saved, and that need not be one of this start, to a node, and read it."""
+        node = self.where[rank % self.world]
         core = node.core
         if core is None or core.token != self.token or core.history.head is None:
             return
@@ -235,7 +247,6 @@ class Run:
             assert self.plan.token is not None
             self.cluster.oracle.loaded(self.plan.token, parent.step, rank, held.content)
             self.loaded[rank] = held.content[0]
-            node.execute(core.restored(rank, self.token))
             return
         source = self.plan.sources[rank]
         if source.source.tier == "memory" and source.source.node == node.name:
@@ -277,10 +288,19 @@ class Run:
             return
         quarantined = coordinator.core.history.quarantined
         try:
-            plan = coordinator.core.plan(launcher.inventories(), at_most=checkpoint.step, prefer=self._prefer())
+            plan = coordinator.core.plan(
+                launcher.inventories(),
+                world=self.world,
+                reshard=self.reshard,
+                at_most=checkpoint.step,
+                prefer=self._prefer(),
+            )
         except NothingRestorable:
             self.cluster.oracle.nothing(self.token, quarantined)
             self.end("nothing is left to restore")
+            return
+        except UsageError as error:
+            self.end(str(error))
             return
         self.cluster.oracle.planned(self.token, plan, free_choice=True, fresh=False, quarantined=quarantined)
         if plan.checkpoint != checkpoint:
@@ -295,7 +315,7 @@ class Run:
         self.plan = plan
 
     def _prefer(self) -> dict[int, str]:
-        return {rank: node.name for rank, node in self.where.items()}
+        return {rank: self.where[rank % self.world].name for rank in range(self.launcher.most)}
 
     # ------------------------------------------------------------ train
 
@@ -308,6 +328,8 @@ class Run:
         if self.cluster.sched.tracing:
             self.cluster.sched.trace("launcher", f"{shorten(self.token)} trains from step {self.step}")
         for rank, node in self.where.items():
+            if node.core is not None:
+                node.execute(node.core.restored(rank, self.token))
             process = Process(self, rank, node, self.launcher.new_writer())
             self.processes[rank] = process
             if not node.machine.up:
@@ -326,7 +348,7 @@ class Run:
         self.step += 1
         self.line = grow(self.line, self.token, self.step)
         self.cluster.oracle.trained(self.token, self.step, self.line)
-        if sched.chance(self.cluster.weather.corrupt):
+        if self.world > 1 and sched.chance(self.cluster.weather.corrupt):
             self.cluster.oracle.corrupt.add((self.token, self.step))
         self.waiting = set(self.processes)
         self.quiet_since = sched.now
@@ -378,9 +400,14 @@ class Run:
 class Launcher:
     """torchrun and an operator in one: starts the job, watches it, starts it again; rolls back now and then."""
 
-    def __init__(self, cluster: Cluster, target: int) -> None:
+    def __init__(self, cluster: Cluster, target: int, world: int, most: int) -> None:
+        """`world`: ranks of the first start; later ones have at most `most`."""
         self.cluster = cluster
         self.target = target
+        self.world = world
+        self.most = most
+        self.layout = 0
+        self.reshards = 0
         self.run: Run | None = None
         self.pids = 100
         self.fresh = False
@@ -434,13 +461,22 @@ class Launcher:
             return
         names = list(self.cluster.nodes.values())
         shift = sched.rng.randrange(len(names)) if sched.chance(0.3) else 0
-        per = self.cluster.world // len(names)
-        where = {rank: names[(rank // per + shift) % len(names)] for rank in range(self.cluster.world)}
+        if sched.chance(self.cluster.weather.reshards):
+            self.world = sched.rng.randint(1, self.most)
+            self.layout += sched.rng.randint(0, 1)
+        world = self.world
+        where = {rank: names[(rank * len(names) // world + shift) % len(names)] for rank in range(world)}
         expected = core.history.epoch
         quarantined = core.history.quarantined
-        prefer = {rank: node.name for rank, node in where.items()}
+        prefer = {rank: where[rank % world].name for rank in range(self.most)}
+        found = self.inventories()
         try:
-            plan = core.plan(self.inventories(), world=self.cluster.world, fresh=self.fresh, prefer=prefer)
+            plan = core.plan(found, world=world, reshard=True, fresh=self.fresh, prefer=prefer)
+            try:
+                strict = core.plan(found, world=world, fresh=self.fresh, prefer=prefer)
+            except UsageError:
+                strict = None
+            self.cluster.oracle.refused(world, strict, plan)
         except NothingRestorable as error:
             self.cluster.oracle.nothing(core.token, quarantined)
             if sched.tracing:
@@ -448,13 +484,15 @@ class Launcher:
             self.fresh = True
             return
         self.cluster.oracle.planned(core.token, plan, free_choice=True, fresh=self.fresh, quarantined=quarantined)
-        self._open(plan, expected, lambda token: self._begin(token, plan, where))
+        reshard = strict is None or sched.chance(self.cluster.weather.reshards)
+        self._open(plan, expected, world, lambda token: self._begin(token, plan, where, reshard))
 
-    def _begin(self, token: Token, plan: RestorePlan, where: dict[int, SimNode]) -> None:
+    def _begin(self, token: Token, plan: RestorePlan, where: dict[int, SimNode], reshard: bool) -> None:
         self.fresh = False
         self.runs += 1
+        self.reshards += plan.checkpoint is not None and plan.world != len(where)
         self.restored_from.append(plan.checkpoint)
-        self.run = Run(self, token, plan, where)
+        self.run = Run(self, token, plan, where, reshard)
         if plan.step >= self.target:
             self.target = plan.step + self.cluster.sched.rng.randint(2, 8)
         self.run.restore()
@@ -471,13 +509,13 @@ class Launcher:
             return
         self.cluster.oracle.planned(core.token, plan, free_choice=False, fresh=False, quarantined=quarantined)
         self.rollbacks += 1
-        self._open(plan, expected, lambda token: None)
+        self._open(plan, expected, plan.world, lambda token: None)
 
-    def _open(self, plan: RestorePlan, expected: int, then: Callable[[Token], None]) -> None:
-        self.cluster.sched.at(self.cluster.sched.rng.uniform(0.0, 0.4), self._really_open, plan, expected, then)
+    def _open(self, plan: RestorePlan, expected: int, world: int, then: Callable[[Token], None]) -> None:
+        self.cluster.sched.at(self.cluster.sched.rng.uniform(0.0, 0.4), self._really_open, plan, expected, world, then)
         self.run = None
 
-    def _really_open(self, plan: RestorePlan, expected: int, then: Callable[[Token], None]) -> None:
+    def _really_open(self, plan: RestorePlan, expected: int, world: int, then: Callable[[Token], None]) -> None:
         sched, coordinator = self.cluster.sched, self.cluster.coordinator
         core = coordinator.core
         if core is None or (self.run is not None and not self.run.over):
@@ -485,7 +523,7 @@ class Launcher:
         token = Token(expected + 1, f"{sched.rng.getrandbits(128):032x}")
         self.cluster.origins[token] = plan.token
         try:
-            ready = core.open_epoch(token.incarnation, plan, world=self.cluster.world, expected=expected, now=sched.now)
+            ready = core.open_epoch(token.incarnation, plan, world=world, expected=expected, now=sched.now)
         except (EpochConflict, UsageError) as error:
             if sched.tracing:
                 sched.trace("launcher", f"cannot open an epoch: {error}")
