@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from baft_torch._layout import JobLayout
@@ -166,6 +168,59 @@ def test_restored_again_and_again_nothing_is_lost() -> None:
         shards = MemoryShards(images)
     for rank, image in first.items():
         assert shards.images[rank].data == image.data
+
+
+# ---------------------------------------------------------------- any mesh, any placements
+
+
+@st.composite
+def meshes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int | None, ...]]:
+    """Shape of a mesh, and for each of its axes the dimension that it shards (None: it replicates)."""
+    shape = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2), (2, 1, 2)]))
+    return shape, tuple(draw(st.sampled_from([None, 0, 1])) for _ in shape)
+
+
+def sharded(whole: torch.Tensor, mesh: tuple[tuple[int, ...], tuple[int | None, ...]]) -> tuple[nn.Module, Any]:
+    """A parameter and a moment that torch has cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    shape, dims = mesh
+    where = init_device_mesh("cpu", shape)
+    placements = [Replicate() if dim is None else Shard(dim) for dim in dims]
+    made = nn.Module()
+    made.weight = nn.Parameter(distribute_tensor(whole, where, placements, src_data_rank=None))
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1, momentum=0.9)
+    moment = distribute_tensor(whole * 2, where, placements, src_data_rank=None)
+    optimizer.state[made.weight]["momentum_buffer"] = moment
+    return made, optimizer
+
+
+@settings(max_examples=25, deadline=None)
+@given(meshes(), meshes(), st.integers(0, 7), st.integers(1, 7))
+def test_from_any_mesh_to_any_other(old: Any, new: Any, rows: int, columns: int) -> None:
+    whole = torch.arange(1.0, rows * columns + 1).reshape(rows, columns)
+    ranks = [torch.Size(mesh[0]).numel() for mesh in (old, new)]
+
+    def state_on(rank: int, world: int, module: nn.Module, optimizer: Any) -> TrainingState:
+        return TrainingState(ModelTree(module, world=world, layout=JobLayout(rank, world)), [optimizer])
+
+    images = {}
+    for rank in range(ranks[0]):
+        with as_rank(rank, ranks[0]):
+            images[rank] = snapshot(state_on(rank, ranks[0], *sharded(whole, old)), extra={}, rng={})
+    shards = MemoryShards(images)
+    for rank in range(ranks[1]):
+        with as_rank(rank, ranks[1]):
+            expected, moment = sharded(whole, new)
+            live, optimizer = sharded(whole * 0, new)
+            optimizer.state.clear()
+            state = state_on(rank, ranks[1], live, optimizer)
+            plan_reshard(shards, shards.smalls, state, rank=rank).apply(state)
+            assert torch.equal(live.weight.to_local(), expected.weight.to_local())
+            found = optimizer.state[live.weight]["momentum_buffer"]
+            assert torch.equal(found.to_local(), moment.state[expected.weight]["momentum_buffer"].to_local())
+            assert found.placements == live.weight.placements
 
 
 # ---------------------------------------------------------------- what does not fit is named, and nothing is changed

@@ -128,6 +128,25 @@ def test_four_stages_become_two_with_two_chunks_and_one_optimizer_for_all() -> N
     assert {"model.stage1.1.weight", "optim.0.stage3.3.bias.exp_avg"} <= set(again[0].entries)
 
 
+def test_replicas_of_stages_become_one_rank() -> None:
+    images = []
+    for rank in range(4):  # two stages, each on two ranks
+        with as_rank(rank, 4):
+            number = rank // 2
+            groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
+            module = stage(number)
+            optimizers = trained([module])
+            wrapped = nn.parallel.DistributedDataParallel(module, process_group=groups[number])
+            schedule = schedule_of([wrapped], [number], 2, number, 2)
+            images.append(take(state_of([wrapped], optimizers, rank=rank, world=4, schedule=schedule)))
+    assert images[3].entries["model.stage1.1.weight"].ranges == ((0, 3), (0, 3))
+    live, reference = stage(0, 1, salt=2), stage(0, 1)
+    expected = moments(trained([reference]), [reference])
+    optimizers = trained([live], steps=0)
+    load(images, state_of(live, optimizers), agreement=Agreement())
+    assert moments(optimizers, [live]) == expected
+
+
 def test_a_layer_that_moved_to_another_stage_is_found_there() -> None:
     images = pipeline([[[0, 1, 2]], [[3]]])
     modules = [stage(0, 1, salt=2)]
