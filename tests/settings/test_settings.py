@@ -91,6 +91,8 @@ def test_tables_are_another_way_to_write_names(machine: Machine) -> None:
         ('shm_dir = "shm"', ["shm_dir", "not an absolute path"]),
         ("strict = 1.0", ["strict", "neither true nor false"]),
         ('engine = "fast"', ["engine", "none of auto, native, python"]),
+        ('parallel = "tp=2,pp"', ["parallel", "'pp'", "tp=2,pp=2,dp=2"]),
+        ("parallel = 8", ["parallel", "8 is not a text"]),
         ('clients = ["bob"]', ["clients", "'bob'", "uid:1001"]),
         ('clients = "uid:4294967295"', ["clients"]),
         ('node = "a b"', ["node", "no name of a node"]),
@@ -190,3 +192,10 @@ def test_defaults_depend_on_the_user(monkeypatch: pytest.MonkeyPatch, machine: M
 def test_settings_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings().node = "x"  # type: ignore[misc]
+
+
+def test_degrees_of_parallelism_are_kept_as_they_were_said(machine: Machine) -> None:
+    settings = machine.load(BAFTD_PARALLEL="tp=2, pp = 2,order=tp-cp-ep-dp-pp")
+    assert settings.parallel == "tp=2,pp=2,order=tp-cp-ep-dp-pp"
+    assert machine.load(BAFTD_PARALLEL=settings.shown("parallel")).parallel == settings.parallel
+    assert machine.load(BAFTD_PARALLEL="off").shown("parallel") == machine.load().shown("parallel") == "off"
