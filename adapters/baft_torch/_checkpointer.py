@@ -56,7 +56,7 @@ class Checkpointer:
         self._extra = extra
         self._generators = {**(loader.generators() if loader else {}), **extra.generators()}
         self._optimizers = list(optimizers)
-        self._agreement = Agreement(group, world=session.world, timeout=session.settings.restore_wait)
+        self._agreement = Agreement(group, world=session.world, timeout=session.settings.rendezvous_timeout)
         self._not_carried: tuple[str, ...] = ()
         self._step: int | None = None
         self._since_resume = 0

@@ -131,6 +131,7 @@ def _plan_model(plan: ReshardPlan, state: TrainingState) -> list[str]:
     buffers = {named.name for named in state.models.buffers()}
     broadcast = plan.saved.broadcast()
     done: set[int] = set()
+    first: dict[str, int] = {}
     for name, item in model_items(state).items():
         if id(item) in done:
             continue
@@ -145,8 +146,17 @@ def _plan_model(plan: ReshardPlan, state: TrainingState) -> list[str]:
             if problem:
                 problems.append(problem)
                 continue
+            if source is not None:
+                first[name] = source
         plan.tensors.append(_live_target(plan.saved, item, source))
         problems += _plan_tied(plan, item, state)
+    if first:
+        name, rank = next(iter(first.items()))
+        more = f" and {len(first) - 1} more" if len(first) > 1 else ""
+        plan.said.append(
+            f"buffers differ between replicas ({name}{more}): those of the first one (rank {rank}) are taken, which "
+            "DistributedDataParallel would have given to all at the next forward pass"
+        )
     return problems
 
 
@@ -179,16 +189,18 @@ def _live_target(saved: SavedState, item: Item, from_rank: int | None) -> Target
 
 def _source_of_buffer(plan: ReshardPlan, item: Item, broadcast: Collection[int]) -> tuple[int | None, str]:
     """Whose buffer is taken where those of several ranks differ (None: any), or why nobody's can be."""
-    holders = [h for h in plan.saved.tensors.holders(item.base) if h.entry.shape == item.held.shape]
+    asked = plan.saved.wanted_name(item.entry.name, item.base)
+    holders = [
+        holder
+        for holder in plan.saved.tensors.holders(item.base)
+        if (holder.entry.shape, holder.entry.dtype) == (item.held.shape, item.entry.dtype)
+        and (asked == item.base or asked in (holder.entry.name, *holder.entry.aliases))
+    ]
     ranks = [holder.rank for holder in holders]
     box = whole(item.held.shape)
     if all(plan.shards.same_bytes(holders[0], other, box) for other in holders[1:]):
         return None, ""
     if set(ranks) <= set(broadcast):
-        plan.said.append(
-            f"buffers such as {item.entry.name} differ between the replicas; rank {min(ranks)}'s are taken, which "
-            "DistributedDataParallel would have given to all at the next forward pass"
-        )
         return min(ranks), ""
     return None, (
         f"tensor {item.base!r}, a buffer, differs among {by_ranks(ranks)} that saved it, and nothing says whose counts "
