@@ -68,6 +68,8 @@ class Held:
     """Why a tensor that looks like part of a whole is not declared as one, as the end of a sentence."""
     flat: tuple[int, int] | None = None
     """The parts are this one range of the flattened whole, and the local tensor has one dimension."""
+    cut: bool = False
+    """Not every rank that has the name holds all of it (one may, where sizes do not divide)."""
 
     @property
     def box(self) -> Box | None:
@@ -75,9 +77,9 @@ class Held:
         return self.parts[0].box if len(self.parts) == 1 else None
 
     @property
-    def is_whole(self) -> bool:
-        """The rank holds all of the tensor."""
-        return sum(volume(part.box) for part in self.parts) == prod(self.shape)
+    def bound(self) -> str:
+        """Why what this rank saves cannot be taken to another layout: beside a problem, that a part is not declared."""
+        return self.problem or (self.remark if self.cut and not self.declared else "")
 
     def own(self, *, problem: str = "", remark: str = "") -> Held:
         """The same, told to nobody."""
@@ -203,8 +205,8 @@ class JobLayout:
     @staticmethod
     def derived(shape: Sequence[int], param: Held) -> Held:
         """What a rank holds of plain optimizer state whose shape is not its parameter's. `shape`: of the state."""
-        if param.is_whole or not len(shape):
-            return whole(shape, declared=param.declared and param.is_whole)
+        if not param.cut or not len(shape):
+            return whole(shape, declared=param.declared and not param.cut)
         return replace(
             whole(shape, declared=False),
             problem=f"it has the shape {list(shape)} beside a parameter of which each rank holds a part, "
@@ -251,7 +253,8 @@ class JobLayout:
         mine = coordinates["etp"] if expert and "etp" in coordinates else coordinates["tp"]
         runs: list[Runs] = [((0, size),) if size else () for size in shape]
         runs[dim] = strided_runs(runs[dim], stride, degree, mine)
-        return _split(Held(tuple(shape), parts_of(runs), declared=True), frozenset({dim} if stride > 1 else ()))
+        held = Held(tuple(shape), parts_of(runs), declared=True, cut=True)
+        return _split(held, frozenset({dim} if stride > 1 else ()))
 
     # ------------------------------------------------------------ by hand
 
@@ -296,7 +299,8 @@ class JobLayout:
         fits = [sum(stop - start for start, stop in each) for each in runs]
         if fits != size or any(box[1:] != boxes[0][1:] for box in boxes):
             raise self._unfit(name, boxes, f"they are not what a tensor of shape {size} holds")
-        return Held(shape, parts_of(runs if all(map(volume, boxes)) else [(each,) for each in boxes[0]]), declared=True)
+        parts = parts_of(runs if all(map(volume, boxes)) else [(each,) for each in boxes[0]])
+        return Held(shape, parts, declared=True, cut=sum(map(volume, boxes)) < prod(shape))
 
     def _flat(self, name: str, shape: tuple[int, ...], span: tuple[int, int], size: list[int]) -> Held:
         start, stop = span
@@ -307,7 +311,7 @@ class JobLayout:
             parts.append(Part(box, ((at, at + volume(box)),)))
             at += volume(box)
         nothing = (Part(tuple((0, 0) for _ in shape), ((0, 0),)),)
-        return Held(shape, tuple(parts) or nothing, declared=True, flat=span)
+        return Held(shape, tuple(parts) or nothing, declared=True, flat=span, cut=stop - start < prod(shape))
 
     def _unfit(self, name: str, boxes: Sequence[Box], why: str) -> LayoutError:
         return LayoutError(
@@ -335,8 +339,7 @@ def held_of_dtensor(name: str, tensor: Any) -> Held:
     local = tuple(int(size) for size in tensor._local_tensor.shape)
     if isinstance(found, str):
         return replace(whole(local, declared=False), problem=found, remark=found)
-    runs, irregular = found
-    expected = tuple(sum(stop - start for start, stop in each) for each in runs)
+    expected = tuple(sum(stop - start for start, stop in each) for each in found.runs)
     if expected != local:
         raise LayoutError(
             f"tensor {name!r} is a DTensor of shape {list(tensor.shape)} whose placements {tuple(tensor.placements)} "
@@ -344,7 +347,8 @@ def held_of_dtensor(name: str, tensor: Any) -> Held:
             hint=f"If that is meant, say attach(layout={{{name!r}: 'own'}}) or give its ranges.",
             tensor=name,
         )
-    return _split(Held(tuple(int(size) for size in tensor.shape), parts_of(runs), declared=True), irregular)
+    shape = tuple(int(size) for size in tensor.shape)
+    return _split(Held(shape, parts_of(found.runs), declared=True, cut=found.cut), found.irregular)
 
 
 def _split(held: Held, irregular: frozenset[int]) -> Held:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from baftd.checkpoint.ranges import Box
 
-__all__ = ["Part", "Runs", "parts_of", "runs_of", "strided_runs"]
+__all__ = ["Cutting", "Part", "Runs", "parts_of", "runs_of", "strided_runs"]
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -74,10 +74,20 @@ class _Cut(NamedTuple):
     mine: int
 
 
-def runs_of(tensor: Any) -> tuple[list[Runs], frozenset[int]] | str:
-    """The runs of every dimension that the placements of a DTensor leave on this rank, and the dimensions of which
-    some rank holds several; or, as the end of a sentence, why it holds no part of a whole.
-    """
+class Cutting(NamedTuple):
+    """How a DTensor is cut."""
+
+    runs: list[Runs]
+    """Of every dimension, on this rank."""
+    irregular: frozenset[int]
+    """Dimensions of which some rank holds several runs."""
+    cut: bool
+    """Not every rank holds all of it."""
+
+
+def runs_of(tensor: Any) -> Cutting | str:
+    """What the placements of a DTensor leave on this rank; or, as the end of a sentence, why that is no part of a
+    whole."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -98,7 +108,8 @@ def runs_of(tensor: Any) -> tuple[list[Runs], frozenset[int]] | str:
     order = _order(tensor, cuts)
     for cut in order:
         runs[cut.dim] = strided_runs(runs[cut.dim], cut.factor, cut.parts, cut.mine)
-    return runs, frozenset(cut.dim for cut in order if cut.factor > 1 and cut.parts > 1)
+    several = frozenset(cut.dim for cut in order if cut.factor > 1 and cut.parts > 1)
+    return Cutting(runs, several, any(cut.parts > 1 for cut in cuts))
 
 
 _SHARDS = ("Shard", "_StridedShard")

@@ -254,7 +254,7 @@ class TrainingState:
             facts["data_parallel"] = self.data_parallel
         if self.models.broadcast_buffers:
             facts["broadcast_buffers"] = list(self.models.broadcast_buffers)
-        bound = {item.entry.name: item.held.problem for item in self.items if item.held.problem}
+        bound = {item.entry.name: item.held.bound for item in self.items if item.held.bound}
         if bound:
             facts["not_transferable"] = bound
         return facts

@@ -155,12 +155,14 @@ def test_a_mesh_within_a_stage_of_the_world_mesh(ranks: Any) -> None:
         assert (name, count) == (f"model.stage{pp}.norm", 1)
         assert "2 of the 4 ranks of its stage" in remark
         assert "parallel=" in remark
+        assert state.small()["not_transferable"] == {name: remark}
         assert state.stages == (pp,)
         assert state.stage_count == 2
         assert state.models.coordinates() == {"pp": pp, "dp": dp, "tp": tp}
         assert state.small()["stages"] == [pp]
         item = state.by_name()[f"model.stage{pp}.norm"]
         assert (item.base, item.held.shape, item.held.box) == ("model.norm", (4,), ((2 * dp, 2 * dp + 2),))
+        assert item.held.problem == ""  # it can be filled from another layout
         # The job says so: then it is.
         told = state_of(model, rank=rank, world=8, schedule=schedule, parallel="pp=2,dp=2,tp=2")
         entries = {entry.name: entry.ranges for entry in entries_of(told)}
@@ -287,3 +289,17 @@ def test_empty_shards_are_declared_as_empty_ranges(ranks: Any) -> None:
     assert spans[3][0] == spans[3][1]
     become(3, 4)
     assert all(data == b"" for _, data in saved_of(state_of(make(3), rank=3, world=4)))
+
+
+def test_a_rank_that_happens_to_hold_all_of_a_cut_tensor_says_no_more_than_the_others(ranks: Any) -> None:
+    for rank in range(2):
+        become(rank, 2)
+        mesh = init_device_mesh("cpu", (2,))
+        param = shard(numbered(1, 4), mesh, Shard(0)).requires_grad_()
+        optimizer = torch.optim.AdamW([param])
+        optimizer.state[param] = {"step": torch.tensor(1.0), "row": torch.ones(1)}
+        state = state_of(holder(w=param), [optimizer], rank=rank, world=2)
+        found = {entry.name: entry.ranges for entry in entries_of(state)}
+        assert found["optim.0.group0.0.step"] is None
+        assert list(state.small()["not_transferable"]) == ["optim.0.group0.0.row"]
+        assert state.held_of_state(param, (4,)).problem
