@@ -188,7 +188,7 @@ class JobLayout:
             return said_by_hand
         if is_dtensor(tensor):
             found = held_of_dtensor(name, tensor)
-            return found if param.declared else found.own()
+            return found if param.declared else found.own(remark=param.remark)
         if tensor.dim() and tuple(tensor.shape) == tuple(param_shape):
             return param
         return self.derived(tensor.shape, param)
@@ -200,7 +200,11 @@ class JobLayout:
         said_by_hand = self._by_hand(name, tensor)
         if said_by_hand is not None:
             return said_by_hand
-        return held_of_dtensor(name, tensor).own() if is_dtensor(tensor) else whole(tensor.shape, declared=False)
+        if not is_dtensor(tensor):
+            return whole(tensor.shape, declared=False)
+        found = held_of_dtensor(name, tensor)
+        return found.own(remark="no attached module has it, so that its name means nothing to other ranks" if found.cut
+                         else "")  # fmt: skip
 
     @staticmethod
     def derived(shape: Sequence[int], param: Held) -> Held:

@@ -297,9 +297,10 @@ def test_a_rank_that_happens_to_hold_all_of_a_cut_tensor_says_no_more_than_the_o
         mesh = init_device_mesh("cpu", (2,))
         param = shard(numbered(1, 4), mesh, Shard(0)).requires_grad_()
         optimizer = torch.optim.AdamW([param])
-        optimizer.state[param] = {"step": torch.tensor(1.0), "row": torch.ones(1)}
-        state = state_of(holder(w=param), [optimizer], rank=rank, world=2)
-        found = {entry.name: entry.ranges for entry in entries_of(state)}
-        assert found["optim.0.group0.0.step"] is None
-        assert list(state.small()["not_transferable"]) == ["optim.0.group0.0.row"]
+        moment = shard(numbered(1, 4), mesh, Shard(0))
+        optimizer.state[param] = {"step": torch.tensor(1.0), "row": torch.ones(1), "moment": moment}
+        state = state_of(holder(), [optimizer], rank=rank, world=2)
+        assert {entry.ranges for entry in entries_of(state)} == {None}  # of no attached module
+        assert set(state.small()["not_transferable"]) == {f"optim.0.group0.0{name}" for name in ("", ".row", ".moment")}
         assert state.held_of_state(param, (4,)).problem
+        assert state.held_of_state(param, ()).declared is False
