@@ -19,23 +19,15 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from baftd.checkpoint.commit_plan import CommitPlan
+from baftd.checkpoint.cutting import Cut
 from baftd.checkpoint.layout import Layout
-from baftd.checkpoint.ranges import Box, said, volume
+from baftd.checkpoint.ranges import Box, contains
 from baftd.checkpoint.savers import divide
 from baftd.checkpoint.shard import TensorEntry
-from baftd.errors import UsageError
 
-__all__ = ["Cut", "Division", "cut_entry", "divide_declared"]
-
-
-class Cut(NamedTuple):
-    """What a rank saves of one entry. entry: its place among those that were declared; ranges: None: all of it."""
-
-    entry: int
-    ranges: Box | None
+__all__ = ["Division", "divide_declared"]
 
 
 @dataclass(frozen=True)
@@ -89,37 +81,7 @@ def divide_declared(declared: Mapping[int, Sequence[TensorEntry]], uncut: Mappin
             tensor = layout.tensors[number]
             if tensor.owner is not None or not tensor.replicated or number in kept:
                 continue  # there already, as it was declared
-            cell = next(cell.box for cell in tensor.cells() if _within(box, cell.box))
+            cell = next(cell.box for cell in tensor.cells() if contains(cell.box, box))
             found.append(Cut(places[rank, number, cell], None if cell == box else box))
         cuts.append(tuple(sorted(found, key=lambda cut: (cut.entry, cut.ranges or ()))))
     return Division(plan.digest, tuple(cuts), plan.assignment.loads)
-
-
-def cut_entry(entry: TensorEntry, ranges: Box | None) -> tuple[TensorEntry, int]:
-    """(the entry for these ranges of it, their first byte in it). Raises UsageError unless they are one run of it."""
-    if ranges is None:
-        return entry, 0
-    held = entry.ranges
-    if held is None or len(ranges) != len(held) or entry.strides is not None or not _within(ranges, held):
-        raise UsageError(f"{said(ranges)} of tensor {entry.name!r} cannot be cut out of what this rank has declared.")
-    itemsize, first, inner, split = entry.nbytes // prod(entry.shape), 0, 1, False
-    for (start, stop), (low, high) in zip(reversed(ranges), reversed(held), strict=True):
-        if split and stop - start != 1:
-            raise UsageError(f"{said(ranges)} of tensor {entry.name!r} is no run of {said(held)} in its memory.")
-        split = split or (start, stop) != (low, high)
-        first += (start - low) * inner
-        inner *= high - low
-    part = TensorEntry(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=tuple(stop - start for start, stop in ranges),
-        nbytes=volume(ranges) * itemsize,
-        kind=entry.kind,
-        global_shape=entry.global_shape,
-        ranges=ranges,
-    )
-    return part, first * itemsize
-
-
-def _within(box: Box, other: Box) -> bool:
-    return all(low <= start and stop <= high for (start, stop), (low, high) in zip(box, other, strict=True))

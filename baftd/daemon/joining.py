@@ -316,6 +316,7 @@ class Joining:
             seconds=seconds,
             world=plan.world if plan.checkpoint else 0,
             shards=brought.shards(),
+            divided=plan.divided and not brought.reshard,
         )
         self._context.server.send(client.peer, reply)
 

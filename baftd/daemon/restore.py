@@ -5,6 +5,7 @@ turns out to be bad is quarantined, the plan is made again, and the epoch gets a
 image lies verified in a slot of its node is the plan announced.
 
 A start that may reshard reads from all ranks that saved: the images of ranks that it does not have are brought as well.
+So does one from a checkpoint of which each byte was saved by one rank.
 """
 
 from __future__ import annotations
@@ -47,15 +48,20 @@ class Brought:
     """By rank, of all ranks that saved; empty when the job begins afresh."""
     passed_over: tuple[str, ...] = ()
     reshard: bool = False
-    """The start may have another world or layout: every rank is given all images."""
+    """The start may have another world or layout."""
+
+    @property
+    def together(self) -> bool:
+        """Whether every rank is given all images."""
+        return self.reshard or self.plan.divided
 
     def shards(self) -> list[RankImage]:
-        """What every rank of a start that reshards is given."""
-        return [RankImage(rank, image) for rank, image in sorted(self.images.items())] if self.reshard else []
+        """What every rank is given beside its own image."""
+        return [RankImage(rank, image) for rank, image in sorted(self.images.items())] if self.together else []
 
     def tier(self, rank: int) -> Tier | None:
         """Where a rank's state comes from: from the durable tier if any part of it does."""
-        held = self.plan.sources.values() if self.reshard else filter(None, [self.plan.sources.get(rank)])
+        held = self.plan.sources.values() if self.together else filter(None, [self.plan.sources.get(rank)])
         tiers = {one.source.tier for one in held}
         return next((tier for tier in _FARTHEST_FIRST if tier in tiers), None)
 
@@ -259,7 +265,7 @@ class Restorer:
     async def check_again(self, job: JobOnNode, brought: Brought, rank: int) -> list[BadSource]:
         """What of all that a rank was given is not, on reading it once more, what it was when it was brought."""
         checkpoint = brought.plan.checkpoint
-        given = brought.images if brought.reshard else {rank: brought.images[rank]} if rank in brought.images else {}
+        given = brought.images if brought.together else {rank: brought.images[rank]} if rank in brought.images else {}
         if checkpoint is None:
             return []
         workers = self._context.workers

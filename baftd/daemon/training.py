@@ -6,12 +6,14 @@ import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from baftd.checkpoint.cutting import cut_entry
 from baftd.checkpoint.facts import Record, token_from, token_record
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import ImageLayout, plan_image
 from baftd.checkpoint.shard import TensorEntry, small_room_for
 from baftd.daemon.clients import Client
 from baftd.daemon.context import Context
+from baftd.daemon.division import Divisions
 from baftd.daemon.job import JobOnNode, wire_token
 from baftd.daemon.waiting import Waiters
 from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
@@ -31,6 +33,7 @@ from baftd.wire.messages import (
     Leave,
     Save,
     Seal,
+    Share,
     Skip,
     SlotPlace,
     WireToken,
@@ -87,6 +90,7 @@ class Trainer:
     def __init__(self, context: Context, waiters: Waiters) -> None:
         self._context = context
         self._waiters = waiters
+        self._divisions = Divisions(context)
 
     # ------------------------------------------------------------------ who may speak
 
@@ -112,14 +116,23 @@ class Trainer:
     # ------------------------------------------------------------------ layout
 
     async def declare(self, job: JobOnNode, client: Client, message: Declare) -> None:
-        """Plan the image, make the slots, grant the first one."""
+        """Plan the image, make the slots, grant the first one.
+
+        Raises TryAgain where replicated ranges are to be divided and not all ranks have declared what they hold.
+        """
         token = self.admit(job, client, message.token, message.rank)
         workers = self._context.workers
         room = small_room_for(message.small_bytes)
-        entries = [to_entry(entry) for entry in message.entries]
-        layout = await workers.urgent(
-            lambda: plan_image(entries, room, job=job.name, rank=client.rank, world=client.world)
-        )
+        held = [to_entry(entry) for entry in message.entries]
+        division = await self._divisions.agree(job, client, token, held, message.uncut)
+        plan = b"" if division is None else division.plan
+        cuts = () if division is None else division.cuts[client.rank]
+
+        def plan_it() -> ImageLayout:
+            entries = held if not plan else [cut_entry(held[cut.entry], cut.ranges)[0] for cut in cuts]
+            return plan_image(entries, room, job=job.name, rank=client.rank, world=client.world, plan=plan, held=held)
+
+        layout = await workers.urgent(plan_it)
         job.files.layouts[layout.tree_digest] = layout
         async with self._context.provisioning:
             taken = job.granted_to_others(job.writer_of(client), client.rank)
@@ -157,9 +170,14 @@ class Trainer:
             small_room=room,
             grants=grants,
             cadence=self.cadence(job, message.token),
+            plan=plan,
+            shares=[Share(cut.entry, None if cut.ranges is None else list(cut.ranges)) for cut in cuts],
         )
         self._context.server.send(client.peer, reply)
-        job.log.info("declared", rank=client.rank, tensors=len(entries), bytes=layout.capacity, slots=len(slots))
+        job.log.info(
+            "declared", rank=client.rank, tensors=len(held), bytes=layout.capacity, slots=len(slots),
+            plan=plan.hex()[:8] or None,
+        )  # fmt: skip
         for slot in fresh:
             await workers.urgent(self._prefault, job, client.rank, slot, message.numa_node)
             if job.closed or job.layouts.get(client.rank) != record:

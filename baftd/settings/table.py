@@ -270,6 +270,11 @@ class Settings:
     slots: int | str = _setting(
         _slots, "auto", "slots of each rank; auto: 3, with a durable tier 4", kind="auto or number"
     )
+    redundancy: str = _setting(
+        _choice("replicas", "none"), "replicas",
+        "replicas: every rank saves all it holds; none: of equal ranges of several ranks one rank saves each byte",
+        kind="replicas or none",
+    )  # fmt: skip
     memory_reserve: int = _setting(
         parse_size, "16 MiB", "room in `shm_dir` and in memory that slots leave free", kind="size", show=_show_size
     )

@@ -120,6 +120,8 @@ class Declare(Message, tag="declare"):
     """Pipeline stages whose layers this rank holds."""
     coordinates: Annotated[dict[Name, Count], Meta(max_length=64)] = {}
     """Place of the rank on each named mesh axis (dp, tp, pp ...)."""
+    uncut: list[Count] = []
+    """Places of entries that can only be saved whole (they lie on a device)."""
 
 
 # ---------------------------------------------------------------- training process -> daemon: every step
@@ -282,7 +284,10 @@ class ResumePlan(Message, tag="resume_plan"):
     """Number of ranks that saved `step`; 0 when afresh."""
     shards: list[RankImage] = []
     """Every saved rank's image, by rank: only for a start with `Resume.reshard`, where `source` is None if the world is
-    another than the saved one. Ranks beyond the new world are among them."""
+    another than the saved one. Ranks beyond the new world are among them. Also where `divided`."""
+    divided: bool = False
+    """Replicated ranges of `step` were saved by one holder only, and the start does not reshard: what this rank held is
+    read out of `shards`; its small state, and what nobody else had, out of `source`."""
 
 
 class SlotPlace(Struct, frozen=True):
@@ -309,6 +314,13 @@ class Cadence(Message, tag="cadence"):
     memory_every: Annotated[int, Meta(ge=1)]
 
 
+class Share(Struct, frozen=True):
+    """What a rank is to save of an entry that it has declared. entry: its place; ranges: None: all of it."""
+
+    entry: Count
+    ranges: list[tuple[Count, Count]] | None = None
+
+
 class Declared(Message, tag="declared"):
     """Answer to `Declare`."""
 
@@ -319,6 +331,9 @@ class Declared(Message, tag="declared"):
     small_room: Count
     grants: list[Grant]
     cadence: Cadence
+    plan: Annotated[bytes, Meta(max_length=16)] = b""
+    """Not empty: replicated ranges are divided among their holders under this plan, and the rank saves `shares`."""
+    shares: list[Share] = []
 
 
 class Committed(Message, tag="committed"):

@@ -29,6 +29,7 @@ from baft_client.restore import RestoredImage
 from baft_client.saved import SavedShards, split_small
 from baft_client.session import Session
 from baft_client.source import Counters, Outcome, Source
+from baft_client.whole import WholeImage
 from baftd.checkpoint.ranges import said
 from baftd.checkpoint.reshard import Wanted, plan_reads
 from baftd.checkpoint.shard import TensorEntry, check_entries
@@ -222,7 +223,7 @@ class ArrayCheckpointer:
         self._step, self._updates = resumed.step, resumed.updates
         return resumed.step
 
-    def _load(self, image: RestoredImage) -> None:
+    def _load(self, image: RestoredImage | WholeImage) -> None:
         """What this very rank saved."""
         entries = {name: source.entry for name, source in self._by_stored_name.items()}
         _compare(entries, image.entries, image.step)
@@ -233,7 +234,7 @@ class ArrayCheckpointer:
 
     def _is_mine(self, shards: SavedShards) -> bool:
         """Whether this rank's arrays are those that the same rank saved."""
-        saved = shards.entries(self.session.rank)
+        saved = shards.image(self.session.rank).entries
         return {name: source.entry for name, source in self._by_stored_name.items()} == saved
 
     def _load_parts(self, shards: SavedShards) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+from baft_client.cutting import Cutting, Recheck
 from baft_client.engine import CopyEngine, EngineHooks, load_engine
 from baft_client.shard_writer import DeviceCopier, ShardWriter
 from baft_client.source import Source
@@ -35,6 +36,8 @@ class Layout:
         """`prefer`: which engine; `witnesses` and `hooks`: for tests."""
         self.writer: ShardWriter | None = None
         self.small_room = 0
+        self.cutting: Cutting | None = None
+        """Where replicated ranges are divided: what of the tensors this rank saves."""
         self._identity = identity
         self._prefer = prefer
         self._witnesses = witnesses
@@ -45,7 +48,15 @@ class Layout:
 
     def fits(self, sources: Sequence[Source], small_bytes: int) -> bool:
         """Whether these tensors and a small state of this size can go into the slots as they are."""
-        return self.writer is not None and small_bytes <= self.small_room and self.writer.same_tree(sources)
+        if self.writer is None or small_bytes > self.small_room:
+            return False
+        return (self.cutting or self.writer).same_tree(sources)
+
+    def saved(self, sources: Sequence[Source], recheck: Recheck | None) -> tuple[Sequence[Source], Recheck | None]:
+        """What the rank saves of these sources, and what reads the identities of its stable ones again."""
+        if self.cutting is None:
+            return sources, recheck
+        return self.cutting.of(sources), self.cutting.recheck(recheck)
 
     def declare(
         self,
@@ -64,6 +75,7 @@ class Layout:
 
         Raises:
             NoRoom: the slots do not fit; the message holds the sum.
+            TryAgain: the ranks divide what they hold, and some have not declared it yet; nothing has changed.
             BaftError: the daemon refused, or it is away.
             OSError: a slot or the control page cannot be opened.
         """
@@ -75,20 +87,27 @@ class Layout:
             numa_node=numa_node(),
             stages=list(stages),
             coordinates=dict(coordinates or {}),
+            uncut=[place for place, source in enumerate(sources) if source.device],
         )
         reply = ask(message)
         me = self._identity
-        entries = [source.entry for source in sources]
-        layout = plan_image(entries, reply.small_room, job=me.job, rank=me.rank, world=me.world)
+        held = [source.entry for source in sources]
+        cutting = Cutting(held, reply.shares) if reply.plan else None
+        saved = sources if cutting is None else cutting.of(sources)
+        layout = plan_image(
+            [source.entry for source in saved], reply.small_room, job=me.job, rank=me.rank, world=me.world,
+            plan=reply.plan, held=held,
+        )  # fmt: skip
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+        self.cutting = cutting
         engine = self._take_control(Path(reply.control_path), token)
         files: dict[int, SlotFile] = {}
         try:
             for place in reply.slots:
                 files[place.slot] = SlotFile.open_rw(place.path)
-            self.writer = ShardWriter(layout, sources, engine, files, device=device, witnesses=self._witnesses)
+            self.writer = ShardWriter(layout, saved, engine, files, device=device, witnesses=self._witnesses)
         except BaseException:
             for file in files.values():
                 file.close()

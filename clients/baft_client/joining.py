@@ -13,6 +13,7 @@ from baft_client.restore import RestoredImage
 from baft_client.saved import SavedShards
 from baft_client.source import Resumed
 from baft_client.standing import Standing
+from baft_client.whole import WholeImage
 from baftd.errors import BaftError, Fenced, ProtocolError, Unreachable, UsageError
 from baftd.settings import Settings
 from baftd.telemetry import Logger, get_logger
@@ -70,9 +71,14 @@ class Joining:
         self.plan = plan
         for line in plan.passed_over:
             self._log.warning("passed_over", why=line)
-        image = shards = None
+        image: RestoredImage | WholeImage | None = None
+        shards: SavedShards | None = None
         if plan.shards:
-            self._open = shards = self._load(lambda engine: self._shards(plan, engine))
+            self._open = opened = self._load(lambda engine: self._shards(plan, engine))
+            if plan.divided:
+                image = opened.image(me.rank)
+            else:
+                shards = opened
         elif plan.source is not None:
             source = plan.source
             self._open = image = self._load(lambda engine: RestoredImage(source, engine, job=me.job, rank=me.rank))

@@ -119,6 +119,16 @@ class RestoredImage:
         return self.parsed.updates
 
     @property
+    def plan(self) -> bytes:
+        """Under which replicated ranges were divided among their holders; empty: it is all that its rank held."""
+        return self.parsed.plan
+
+    @property
+    def held(self) -> tuple[TensorEntry, ...]:
+        """What the rank held, as it declared it."""
+        return self.parsed.declared
+
+    @property
     def world(self) -> int:
         """Number of ranks that saved."""
         return self.parsed.world

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from baft_client.engine import CopyEngine
 from baft_client.restore import RestoredImage
+from baft_client.whole import WholeImage
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.ranges import Box, said, volume
 from baftd.checkpoint.reshard import Fill, Geometry, Read, SavedSet, SavedTensor, Wanted, geometry
@@ -64,6 +65,8 @@ class SavedShards:
                 if (image.world, image.step) != (world, step):
                     it = f"step {image.step} of {image.world} ranks"
                     raise FormatError(f"{shard.image.path} holds {it}, not step {step} of {world}.")
+                if image.plan != self._images[min(self._images)].plan:
+                    raise FormatError(f"{shard.image.path} was saved under another plan than other ranks' shards.")
         except BaseException:
             self.close()
             raise
@@ -83,9 +86,12 @@ class SavedShards:
         """Optimizer updates by then."""
         return self._images[0].updates
 
-    def image(self, rank: int) -> RestoredImage:
-        """The image of one rank that saved. KeyError for another rank."""
-        return self._images[rank]
+    def image(self, rank: int) -> RestoredImage | WholeImage:
+        """What one rank held when it saved. KeyError for another rank.
+
+        Where replicated ranges were divided among their holders, it is read out of all images."""
+        image = self._images[rank]
+        return WholeImage(self, image, rank) if image.plan else image
 
     def entries(self, rank: int) -> Mapping[str, TensorEntry]:
         """Stored name -> entry of one rank's image."""

@@ -37,7 +37,7 @@ from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
 from baft_client.standing import Identity, Standing
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.identity import Token, check_job_name
-from baftd.errors import BaftError, Degraded, Fenced, ProtocolError, Unreachable, UsageError
+from baftd.errors import BaftError, Degraded, Fenced, ProtocolError, TryAgain, Unreachable, UsageError
 from baftd.memory.processes import start_time
 from baftd.settings import Settings, load_settings
 from baftd.telemetry import get_logger
@@ -53,7 +53,7 @@ SAVE_TIMEOUT = 600.0
 """Seconds without a word from the daemon after which `save` and `finish` give up."""
 LEAVE_TIMEOUT = 2.0
 FORCE_WAIT = 5.0
-"""Seconds that a forced boundary waits for a slot."""
+"""Seconds that a forced boundary waits for a slot, and before that for what other ranks declare."""
 
 
 class Session:
@@ -317,11 +317,17 @@ class Session:
             return skip(step, "no_daemon", self._link.last_error, Unreachable, final=False)
         encoded = state_tree.encode(small)
         if self._standing.must_declare or not self._layout.fits(sources, len(encoded)):
-            problem = self._declare(token, sources, len(encoded))
+            until = self._clock() + (FORCE_WAIT if force else 0.0)
+            while isinstance(problem := self._declare(token, sources, len(encoded)), TryAgain):
+                if self._clock() >= until:
+                    return skip(step, "not_divided", problem.message, final=False)
+                self._standing.pause(0.05)
             if problem is not None:
-                return skip(step, problem[0], str(problem[1]), problem[1])
+                kind = "no_daemon" if isinstance(problem, Unreachable) else problem.code
+                return skip(step, kind, str(problem), problem)
         writer = self._layout.writer
         assert writer is not None
+        sources, recheck = self._layout.saved(sources, recheck)
         grant = self._grant = self._standing.take_grant(FORCE_WAIT if force else 0.0)
         if grant is None:
             why = self._standing.no_grant or "the daemon has granted no slot yet"
@@ -353,12 +359,12 @@ class Session:
         self._link.post(Begin(token=token, rank=self.rank, step=step, slot=grant.slot, generation=grant.generation))
         return Outcome(OutcomeKind.BEGAN, step)
 
-    def _declare(self, token: WireToken, sources: Sequence[Source], small_bytes: int) -> tuple[str, BaftError] | None:
-        """Agree on a layout, which blocks. None: it stands; else the kind of reason and the error."""
+    def _declare(self, token: WireToken, sources: Sequence[Source], small_bytes: int) -> BaftError | None:
+        """Agree on a layout, which blocks. None: it stands. TryAgain: other ranks have not declared yet."""
         if self._link.state is not LinkState.UP:
-            return "no_daemon", self._link.unreachable("no answer")
+            return self._link.unreachable("no answer")
         if self._declare_error is not None and self._clock() < self._declare_again:
-            return self._declare_error.code, self._declare_error
+            return self._declare_error
         if self._layout.writer is not None and small_bytes > self._layout.small_room:
             note = "slots are laid out anew"
             self._log.warning("small_state_grew", bytes=small_bytes, room=self._layout.small_room, note=note)
@@ -373,8 +379,9 @@ class Session:
                 coordinates=self.coordinates,
             )
         except BaftError as error:
-            self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
-            return error.code, error
+            if not isinstance(error, TryAgain):
+                self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
+            return error
         self._declare_error = None
         self._counters.declares += 1
         self._standing.declared(reply)

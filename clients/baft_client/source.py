@@ -12,6 +12,7 @@ from baftd.checkpoint.shard import TensorEntry
 if TYPE_CHECKING:
     from baft_client.restore import RestoredImage
     from baft_client.saved import SavedShards
+    from baft_client.whole import WholeImage
 
 __all__ = ["Counters", "Outcome", "OutcomeKind", "Resumed", "Source"]
 
@@ -108,7 +109,7 @@ class Resumed:
     updates: int
     epoch: int
     """Of this start of the job; 0 when it began without a daemon (`fresh=True`)."""
-    image: RestoredImage | None
+    image: RestoredImage | WholeImage | None
     """What to load; None: nothing, the job begins, or `shards` has it."""
     tier: str = ""
     passed_over: tuple[str, ...] = ()

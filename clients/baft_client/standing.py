@@ -110,6 +110,11 @@ class Standing(Handler):
             self._used[slot] = grant.generation
             return grant
 
+    def pause(self, seconds: float) -> None:
+        """Wait for news from the daemon, of whatever kind."""
+        with self.changed:
+            self.changed.wait(seconds)
+
     @property
     def granted(self) -> int:
         """Number of slots that may be filled."""

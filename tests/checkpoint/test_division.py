@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baftd.checkpoint.division import Cut, cut_entry, divide_declared
+from baftd.checkpoint.cutting import Cut, cut_entry
+from baftd.checkpoint.division import divide_declared
 from baftd.checkpoint.ranges import Box, volume, whole
 from baftd.checkpoint.shard import NATIVE_DTYPES, TensorEntry
 from baftd.errors import LayoutError, UsageError

@@ -1,0 +1,121 @@
+"""Dividing replicated ranges among the ranks of a job (`redundancy = "none"`): what they hold is gathered here.
+
+Nobody waits for long in the training loop: a rank that declares before all others have is asked to try again at its
+next boundary. When one of them declares another tree all are asked to declare anew: from then on it is as at the start.
+So it is after a restart of the daemon: what it knew is gone, and until somebody declares anew nothing of it is needed,
+for every image says under which plan it was saved. Steps whose ranks had not all come to the newer plan are dead
+(`commit_memory.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from baftd.checkpoint.identity import Token
+from baftd.checkpoint.recovery import name_ranks
+from baftd.checkpoint.shard import TensorEntry
+from baftd.daemon.clients import Client
+from baftd.daemon.context import Context
+from baftd.daemon.job import JobOnNode
+from baftd.errors import BaftError, TryAgain
+from baftd.wire.messages import ErrorReply
+
+if TYPE_CHECKING:
+    from baftd.checkpoint.division import Division
+
+__all__ = ["Divisions"]
+
+FIRST_WAIT = 1.0
+"""Seconds that a rank's first declaration of a tree waits for the other ranks': they pass the same boundary."""
+
+
+@dataclass
+class _Round:
+    """Declarations of one start that make one plan together."""
+
+    token: Token
+    world: int
+    declared: dict[int, tuple[list[TensorEntry], tuple[int, ...]]] = field(default_factory=dict)
+    """Rank -> what it holds, and places of entries that must not be cut."""
+    work: asyncio.Future[Division | None] = field(default_factory=asyncio.Future)
+    """What comes of it, when all have declared."""
+
+    @property
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.world) if rank not in self.declared]
+
+
+class Divisions:
+    """The divisions of all jobs. Belongs to the event loop."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._rounds: WeakKeyDictionary[JobOnNode, _Round] = WeakKeyDictionary()
+
+    async def agree(
+        self, job: JobOnNode, client: Client, token: Token, held: list[TensorEntry], uncut: Sequence[int]
+    ) -> Division | None:
+        """Which part of `held` each rank saves; None: every rank saves all it holds.
+
+        Raises TryAgain while it is not known what other ranks hold.
+        """
+        context, world = self._context, client.world
+        if context.settings.redundancy != "none" or world == 1 or context.coordinator.several_nodes:
+            return None
+        said = (held, tuple(uncut))
+        known = self._rounds.get(job)
+        if known is None or known.token != token:
+            known = self._rounds[job] = _Round(token, world)
+        news = known.declared.get(client.rank) != said
+        if news and not known.missing:
+            known = self._rounds[job] = _Round(token, world)  # another tree: all declare anew
+        known.declared[client.rank] = said
+        if news and not known.missing:
+            context.tasks.start(self._divide(job, known), f"division of {job.name}")
+        if known.missing:
+            self._ask(job, known)
+        if news or not known.missing:
+            with contextlib.suppress(asyncio.TimeoutError):
+                wait = None if not known.missing else FIRST_WAIT
+                await asyncio.wait_for(asyncio.shield(known.work), wait)
+        if self._rounds.get(job) is not known:
+            raise TryAgain(f"job {job.name}: another rank has declared another tree meanwhile.")
+        if not known.work.done():
+            missing = known.missing
+            are = "has" if len(missing) == 1 else "have"
+            raise TryAgain(
+                f"job {job.name}: {name_ranks(missing)} {are} not declared their tensors yet, so it is not known what "
+                f"rank {client.rank} is to save."
+            )
+        return known.work.result()
+
+    def _ask(self, job: JobOnNode, known: _Round) -> None:
+        """Have ranks declare anew that had done so before this round."""
+        for client in job.clients.of_job(job.name):
+            mine = client.token == known.token and client.alive
+            if mine and client.rank in known.missing and job.declared(client.rank):
+                text = "what the ranks hold is divided anew."
+                self._context.server.send(client.peer, ErrorReply(code="try_again", message=text, field="declare"))
+
+    async def _divide(self, job: JobOnNode, known: _Round) -> None:
+        declared = {rank: entries for rank, (entries, _) in known.declared.items()}
+        uncut = {rank: places for rank, (_, places) in known.declared.items()}
+
+        def divide() -> Division:
+            from baftd.checkpoint.division import divide_declared  # numpy: not for a daemon that divides nothing
+
+            return divide_declared(declared, uncut)
+
+        made: Division | None = None
+        try:
+            made = await self._context.workers.urgent(divide)
+            job.log.info("divided", plan=made.plan.hex()[:8], bytes=sum(made.nbytes), most=max(made.nbytes))
+        except BaftError as error:
+            job.log.warning("not_divided", why=str(error), note="every rank saves all it holds")
+        finally:
+            known.work.set_result(made)

@@ -1,0 +1,111 @@
+"""A job of numpy arrays that its ranks hold alike, run as a script: one process is one rank.
+
+Every element changes by itself, so the state after k steps is known whatever was saved by whom. One JSON line says
+where the rank resumed and what was wrong, one each time that it waits for a line of input, one what it ended with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from baft_client.arrays import Part, attach_arrays
+from baftd.checkpoint.ranges import whole
+from baftd.errors import BaftError
+
+Array = npt.NDArray[Any]
+
+REPLICATED = {"w1": (301, 64), "w2": (7, 5, 97), "bias": (64,), "scale": ()}
+ROWS = (64, 33)
+"""Of `moment`, which is cut by rank."""
+
+
+def state_of(
+    steps: int, rank: int, world: int, *, grown: bool = False, own: bool = True
+) -> tuple[dict[str, Array], dict[str, Part]]:
+    """What a rank has after `steps` steps, and which parts of wholes that is."""
+    shapes = {**REPLICATED, **({"more": (50, 3)} if grown else {})}
+    arrays = {name: np.array(np.arange(np.prod(shape)).reshape(shape) / 7) for name, shape in shapes.items()}
+    parts = {name: Part(shape, whole(shape)) for name, shape in shapes.items()}
+    rows = (ROWS[0] * rank // world, ROWS[0] * (rank + 1) // world)
+    arrays["moment"] = np.arange(np.prod(ROWS), dtype=np.float32).reshape(ROWS)[slice(*rows)].copy()
+    parts["moment"] = Part(ROWS, (rows, (0, ROWS[1])))
+    arrays["stat"] = np.ones(9)
+    parts["stat"] = Part((9,), ((0, 9),))
+    if own:
+        arrays["count"] = np.full((), rank)
+    for step in range(steps):
+        change(arrays, step)
+    return arrays, parts
+
+
+def change(arrays: dict[str, Array], step: int) -> None:
+    """One update, in place."""
+    for name, array in arrays.items():
+        array += 1 if name == "count" else 0.25 * (step + 1)
+
+
+def say(**fields: Any) -> None:
+    """One line of output."""
+    print(json.dumps(fields), flush=True)
+
+
+def main() -> int:
+    """Options as JSON: steps to run, wait_at, kill_at, save_at, grown, and those of `resume`."""
+    options: dict[str, Any] = json.loads(sys.argv[1])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    kind = {"grown": options.get("grown", False), "own": options.get("own", True)}
+    arrays, parts = state_of(0, rank, world, **kind)
+    extra: dict[str, object] = {"lr": 0.5, "seed": rank}
+    ckpt = attach_arrays("divided", arrays, parts=parts, volatile=("stat",), extra=extra, audit=1)
+    try:
+        first = ckpt.resume(**options.get("resume", {}))
+    except BaftError as error:
+        say(error=type(error).__name__, text=str(error))
+        ckpt.close()
+        return error.exit_code
+    expected, _ = state_of(first, rank, world, **kind)
+    say(
+        step=first,
+        wrong=[name for name, array in arrays.items() if not np.array_equal(array, expected[name])],
+        extra=ckpt.extra_restored,
+        not_carried=list(ckpt.not_carried),
+    )
+    settled = True
+    for step in range(first, first + options["steps"]):
+        with ckpt.update():
+            change(arrays, step)
+        settled = ckpt.session.settle(2)
+        ckpt.step()
+        if options.get("wait_at") == step + 1:
+            ckpt.fence()
+            ckpt.session.settle(10)
+            say(waits=step + 1)
+            sys.stdin.readline()
+        if options.get("room_at") == step + 1:
+            extra["grown"] = b"x" * (3 << 20)  # more than the room for small state: slots are laid out anew
+        if options.get("save_at") == step + 1:
+            say(saved=ckpt.save(timeout=20).tier)
+    ckpt.fence()
+    settled = ckpt.session.settle(10)
+    writer = ckpt.session._layout.writer
+    say(
+        committed=ckpt.counters.committed_memory if settled else None,
+        saved_bytes=None if writer is None else writer.nbytes,
+        held_bytes=sum(array.nbytes for array in arrays.values()),
+        counters=ckpt.counters.__dict__,
+    )
+    if options.get("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    ckpt.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
