@@ -142,7 +142,8 @@ class JobLayout:
         """The name under which a tensor is saved. `prefix`: "model." and the stage or the model's key.
 
         Experts of expert parallelism (`allreduce=False` on a parameter) are numbered on each rank from 0: without
-        `names` their rank in the expert group becomes part of the name, so that they are no replicas of each other.
+        `names` their rank in the expert group becomes part of the name, so that they are no replicas of each other, and
+        the size of the group, so that another number of experts a rank is never taken for the same experts.
         """
         if self.names is None:
             return f"{prefix}{self._expert_prefix(tensor, origin)}{path}"
@@ -160,7 +161,7 @@ class JobLayout:
             return ""
         if is_dtensor(tensor) and tensor.device_mesh.size() == origin.stage_ranks:
             return ""  # a mesh over all ranks of the stage has the expert axis in it
-        return f"ep{self.coordinates['ep']}."
+        return f"ep{self.coordinates['ep']}of{self.parallel.ep}."
 
     # ------------------------------------------------------------ parts
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from baft_torch._layout import JobLayout
@@ -21,10 +22,10 @@ from baftd.checkpoint.shard import TensorEntry
 
 
 def become(rank: int, world: int) -> None:
-    """Be that rank from now on. Make meshes anew: they remember their rank. A DTensor that an operator made (such as
-    a parameter, by detach) may carry the mesh of the rank before: keep DTensors as buffers."""
+    """Be that rank from now on. Make meshes anew: they remember their rank."""
     leave()
     torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    debug._clear_sharding_prop_cache()  # it holds meshes of the rank before, which are equal to this one's
 
 
 def leave() -> None:

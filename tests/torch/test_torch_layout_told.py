@@ -184,7 +184,7 @@ def test_experts_under_one_local_name_are_never_replicas_and_shared_parts_are() 
     layout = Layout.of_entries(entries)
     assert {len(cell.holders) for cell in layout.tensor("model.router").cells()} == {4}
     for ep in range(2):
-        tensor = layout.tensor(f"model.ep{ep}.expert")
+        tensor = layout.tensor(f"model.ep{ep}of2.expert")
         holders = {cell.holders for cell in tensor.cells()}
         assert holders == {tuple(rank for rank in range(4) if degrees.coordinates(rank)["ep"] == ep)}
 
@@ -230,7 +230,7 @@ def test_experts_as_dtensors_on_a_mesh_of_their_own(ranks: Any) -> None:
         for each in (full, part):
             each.allreduce = False  # type: ignore[attr-defined]
         found = ranges(state_of(holder(full=full, part=part), rank=rank, world=4, parallel=text))
-        assert set(found) == {"model.full", f"model.ep{ep}.part"}
+        assert set(found) == {"model.full", f"model.ep{ep}of2.part"}
         assert None not in found.values()
 
 
