@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import IO, Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from tests.support.cli import Cli
 from tests.support.daemon import ROOT, Daemon, RunDirs
-from tests.support.divided_job import REPLICATED
+from tests.support.divided_job import REPLICATED, ROWS, state_of
 from tests.support.zygote import Zygote
 
 
@@ -87,9 +92,9 @@ class Job:
         return last
 
 
-def divided(run: list[dict[str, Any]]) -> bool:
+def divided(run: list[dict[str, Any]], more: int = 0) -> bool:
     """Whether the ranks saved what all hold once, evenly: each a part of that, and what it has for itself."""
-    shared = sum(8 * math.prod(shape) for shape in REPLICATED.values())
+    shared = sum(8 * math.prod(shape) for shape in REPLICATED.values()) + more
     saved = [one["saved_bytes"] - one["held_bytes"] + shared for one in run]
     return sum(saved) < shared * 1.02 and max(saved) < shared / len(run) * 1.05
 
@@ -115,3 +120,58 @@ def test_kill_resume_and_reshard(run_dirs: RunDirs, zygote: Zygote) -> None:
         alone = job.run(1, 12, own=False, resume={"reshard": True})
         assert alone[0]["saved_bytes"] == alone[0]["held_bytes"], "a single rank divides with nobody"
         assert "event=not_divided" not in daemon.log
+
+
+def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote: Zygote) -> None:
+    """What was divided stays so without the daemon that did it; another room, and then another tree, are divided anew."""
+    with Daemon(run_dirs, redundancy="none") as daemon:
+        job = Job(run_dirs, zygote)
+        start = job.start(4, steps=9, wait_at=2, room_at=4, grow_at=6, kill=True)
+        assert [one["step"] for one in start.hear()] == [0] * 4
+        assert [one["waits"] for one in start.hear()] == [2] * 4
+        daemon.kill()
+        daemon.start()
+        start.go_on()
+        last = start.hear()
+        start.close()
+        assert [one["committed"] for one in last] == [9] * 4
+        assert divided(last, more=150 * 8)
+        assert divided(job.run(4, 9, grown=True), more=150 * 8)
+        assert job.extras == [{"lr": 0.5, "seed": rank} for rank in range(4)]
+        plans = set(re.findall(r"event=divided job=divided plan=([0-9a-f]+)", daemon.log))
+        assert len(plans) == 2, "one before the tree changed, and one since"
+
+
+def test_durable(
+    run_dirs: RunDirs, zygote: Zygote, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A divided step is written, verified, merged, and restored when the memory is gone."""
+    cli = Cli(run_dirs, capsys, monkeypatch)
+    settings = {"redundancy": "none", "durable_dir": str(run_dirs.durable)}
+    with Daemon(run_dirs, **settings):
+        job = Job(run_dirs, zygote)
+        start = job.start(3, steps=3, save_at=2, kill=True)
+        assert [one["step"] for one in start.hear()] == [0] * 3
+        assert [one["saved"] for one in start.hear()] == ["durable"] * 3
+        start.hear()
+        start.close()
+        code, said, _ = cli("verify", "2", "--job", "divided")
+        assert code == 0, said
+    for path in run_dirs.shm.iterdir():
+        shutil.rmtree(path)
+    out = run_dirs.base / "merged"
+    durable = str(run_dirs.durable)
+    assert cli("restore", "--job", "divided", "--to", str(out), "--durable-dir", durable)[0] == 0
+    (file,) = out.glob("*.safetensors")
+    merged, (state, _) = load_file(file), state_of(2, 0, 3)
+    for name in REPLICATED:
+        assert np.array_equal(merged[name], state[name]), name
+    assert merged["moment"].shape == ROWS
+    with Daemon(run_dirs, **settings):
+        assert divided(job.run(3, 2, kill=True))
+        assert job.extras == [{"lr": 0.5, "seed": rank} for rank in range(3)]
+        code, said, _ = cli("restore", "--job", "divided", "--at-most", "4", "--durable-dir", durable)
+        assert code == 0, said
+        assert "step 2 " in said or "step 4 " in said
+        begins = 4 if "step 4 " in said else 2
+        assert divided(job.run(2, begins, own=False, resume={"reshard": True}))

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from baft_client.arrays import Part, attach_arrays
+from baft_client.arrays import ArrayCheckpointer, Part, _pointer, _source, attach_arrays
 from baftd.checkpoint.ranges import whole
 from baftd.errors import BaftError
 
@@ -51,13 +51,23 @@ def change(arrays: dict[str, Array], step: int) -> None:
         array += 1 if name == "count" else 0.25 * (step + 1)
 
 
+def grow(ckpt: ArrayCheckpointer, name: str, array: Array, part: Part) -> None:
+    """Another array from now on, as a new parameter of an optimizer would be."""
+    at = ckpt._stable
+    ckpt._sources.insert(at, _source(name, array, False, part))
+    ckpt._in_order.insert(at, array)
+    ckpt._pointers.insert(at, _pointer(array))
+    ckpt._stable += 1
+
+
 def say(**fields: Any) -> None:
     """One line of output."""
     print(json.dumps(fields), flush=True)
 
 
 def main() -> int:
-    """Options as JSON: steps to run, wait_at, kill_at, save_at, grown, and those of `resume`."""
+    """Options as JSON: steps to run; steps at which to wait_at, grow_at, save_at, and room_at (the small state grows);
+    grown, own: kinds of the state; kill at the end; and those of `resume`."""
     options: dict[str, Any] = json.loads(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = {"grown": options.get("grown", False), "own": options.get("own", True)}
@@ -74,22 +84,26 @@ def main() -> int:
     say(
         step=first,
         wrong=[name for name, array in arrays.items() if not np.array_equal(array, expected[name])],
-        extra=ckpt.extra_restored,
+        extra={name: value for name, value in ckpt.extra_restored.items() if name != "grown"},
         not_carried=list(ckpt.not_carried),
     )
     settled = True
     for step in range(first, first + options["steps"]):
         with ckpt.update():
             change(arrays, step)
-        settled = ckpt.session.settle(2)
+        settled = ckpt.session.settle(1)
+        if options.get("grow_at") == step + 1:
+            state, named = state_of(step + 1, rank, world, grown=True)
+            arrays["more"] = state["more"]
+            grow(ckpt, "more", arrays["more"], named["more"])
+        if options.get("room_at") == step + 1:
+            extra["grown"] = b"x" * (3 << 20)  # more than the room for small state: slots are laid out anew
         ckpt.step()
         if options.get("wait_at") == step + 1:
             ckpt.fence()
             ckpt.session.settle(10)
             say(waits=step + 1)
             sys.stdin.readline()
-        if options.get("room_at") == step + 1:
-            extra["grown"] = b"x" * (3 << 20)  # more than the room for small state: slots are laid out anew
         if options.get("save_at") == step + 1:
             say(saved=ckpt.save(timeout=20).tier)
     ckpt.fence()
