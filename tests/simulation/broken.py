@@ -203,6 +203,26 @@ class ReplicasUnchecked(JobCoordinator):
         return None
 
 
+class PlansUnchecked(JobCoordinator):
+    """Does not ask under which plans the shards of a step were saved."""
+
+    def report(self, report: Report, now: float) -> Any:
+        return super().report(replace(report, shard=replace(report.shard, plan=b"")), now)
+
+
+class OffersAnyPlan(JobCoordinator):
+    """Does not ask so when a start is planned."""
+
+    def plan(self, inventories: Sequence[Inventory], **kwargs: Any) -> RestorePlan:
+        bare = [
+            replace(
+                inventory, shards=tuple(Held(replace(held.shard, plan=b""), held.source) for held in inventory.shards)
+            )
+            for inventory in inventories
+        ]
+        return super().plan(bare, **kwargs)
+
+
 class ByStepNumber(JobCoordinator):
     """Takes the step number for the identity of a checkpoint."""
 
@@ -354,6 +374,10 @@ BROKEN: Mapping[str, Broken] = {
     "a lost skip stays lost": Broken(Rules(coordinator=HeldUnheard), _STUCK, ("loss", "_daemon")),
     "commit with a rank missing": Broken(Rules(coordinator=AlmostAll), "invariant 3: .* shards"),
     "replicas are not compared": Broken(Rules(coordinator=ReplicasUnchecked), "invariant 3: .* replicas differ"),
+    "plans are not compared": Broken(Rules(coordinator=PlansUnchecked), "invariant 3: .* different plans", ("plans",)),
+    "shards of different plans are offered": Broken(
+        Rules(coordinator=OffersAnyPlan), "is offered although .* different plans", ("plans", "_all")
+    ),
     "quarantine is forgotten": Broken(
         Rules(coordinator=QuarantineForgotten), "replicas differ|invariant 13", ("_all", "_coordinator")
     ),

@@ -64,6 +64,8 @@ class Weather:
     rollbacks: float = 0.0
     reshards: float = 0.0
     """A start has another number of ranks, or another layout, than the one before."""
+    divisions: float = 0.0
+    """At a step, what ranks hold is divided anew; each comes to the newer plan when it hears of it. 0: no division."""
     faults: tuple[int, ...] = ()
     """Weights of the kinds of faults in `run._Faults`."""
 
@@ -105,6 +107,8 @@ class Cluster:
     coordinator: SimCoordinator = field(init=False)
     origins: dict[Token, Token | None] = field(default_factory=dict)
     weather: Weather = field(default_factory=Weather)
+    plans: random.Random = field(default_factory=random.Random)
+    """Draws when what ranks hold is divided anew."""
 
 
 class SimCoordinator:

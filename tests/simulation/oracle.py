@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from baftd.checkpoint.facts import EpochFacts, Writer
+from baftd.checkpoint.facts import EpochFacts, ShardFacts, Writer
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.recovery import RestorePlan
 from baftd.checkpoint.slots import SlotState
@@ -42,6 +42,7 @@ class Oracle:
         self.truth: dict[tuple[Token, int], int] = {}
         self.parents: dict[Token, tuple[Token | None, CheckpointId | None]] = {}
         self.by_checkpoint: dict[CheckpointId, Token] = {}
+        self.plans: dict[tuple[Token, int], set[bytes]] = {}
         self.damaged: set[tuple[Token, int]] = set()
         self.corrupt: set[tuple[Token, int]] = set()
         self.trained_epoch = 0
@@ -59,6 +60,10 @@ class Oracle:
         """All ranks have made state(step) under this token."""
         self.truth[(token, step)] = line
         self.trained_epoch = max(self.trained_epoch, token.epoch)
+
+    def saved(self, shard: ShardFacts) -> None:
+        """A rank has sealed its shard."""
+        self.plans.setdefault((shard.token, shard.step), set()).add(shard.plan)
 
     def opened(self, facts: EpochFacts, origin: Token | None) -> None:
         """An epoch (or another parent for it) has become durable at the coordinator."""
@@ -121,6 +126,8 @@ class Oracle:
             raise Violation(f"invariant 3: {checkpoint} was committed with {len(places)} of {world} shards")
         if (origin, checkpoint.step) in self.corrupt:
             raise Violation(f"invariant 3: {checkpoint} was committed although its replicas differ")
+        if len(self.plans.get((origin, checkpoint.step), ())) > 1:
+            raise Violation(f"invariant 3: {checkpoint} was committed although its ranks saved under different plans")
         line = self.truth.get((origin, checkpoint.step))
         for rank, (node, incarnation) in places.items():
             machine = self.machines[node]
@@ -188,6 +195,8 @@ class Oracle:
                 raise Violation("invariant 15: a start at step 0, though the job has been further")
             return
         assert plan.token is not None
+        if len(self.plans.get((plan.token, checkpoint.step), ())) > 1:
+            raise Violation(f"{checkpoint} is offered although its ranks saved under different plans")
         if checkpoint in quarantined:
             raise Violation(f"invariant 13: {checkpoint} is quarantined and was offered")
         if not self.on_line(head, plan.token, checkpoint.step):

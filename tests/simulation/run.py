@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 from baftd.checkpoint.commit import Policy
@@ -38,7 +39,7 @@ def simulate(
 ) -> Outcome:
     """Run one seed for `trouble` seconds of virtual time with faults, then until it has committed again.
 
-    `stress` names kinds of faults (`_Faults.kinds`, "loss" or "reshard") that are to strike more than others.
+    `stress` names kinds of faults (`_Faults.kinds`, "loss", "reshard" or "plans") that are to strike more than others.
     """
     sched = Scheduler(seed, trace=trace)
     rng = sched.rng
@@ -63,6 +64,10 @@ def simulate(
         cluster.weather.faults = tuple(8 if kind in stress else 1 for kind in _Faults.kinds)
         sched.loss = 0.35 if "loss" in stress else sched.loss
         cluster.weather.reshards = 0.8 if "reshard" in stress else cluster.weather.reshards
+    # Of its own: what is drawn for it changes nothing else.
+    plans = random.Random(f"{seed} plans")
+    cluster.weather.divisions = 0.4 if "plans" in stress else plans.choice([0.0, 0.0, 0.1, 0.4])
+    cluster.plans = plans
     cluster.coordinator = SimCoordinator(cluster)
     for name, machine in machines.items():
         cluster.nodes[name] = SimNode(cluster, machine)

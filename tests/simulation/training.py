@@ -36,6 +36,7 @@ class Process:
         self.cadences: list[Cadence] = []
         self.filling: tuple[int, int, int] | None = None
         self.layout = run.layout
+        self.division = run.division
         self.cluster.processes[writer] = self
 
     def __str__(self) -> str:
@@ -128,6 +129,8 @@ class Process:
             self.say(step, "skip", self.rank, self.writer, self.token, step, "no slot")
             self.run.passed(self, step)
             return
+        if self.cluster.weather.divisions and self.cluster.plans.random() < 0.6:
+            self.division = self.run.division  # it has heard of it
         slot, generation = self.grants.popleft()
         self.used[slot] = generation
         self.filling = (slot, generation, step)
@@ -146,7 +149,10 @@ class Process:
         if (self.token, step) in self.cluster.oracle.corrupt and self.rank == 0:
             replica = b"flipped"
         world = self.run.world
-        return ShardFacts(self.token, self.rank, world, step, step, self.tree, root, 100, replicas=((b"all", replica),))
+        plan = b"plan%d" % self.division if self.cluster.weather.divisions else b""
+        return ShardFacts(
+            self.token, self.rank, world, step, step, self.tree, root, 100, replicas=((b"all", replica),), plan=plan
+        )
 
     def _write(self, slot: int, generation: int, content: Content, header: HeaderFacts) -> None:
         held = self.node.machine.slots.get((self.rank, slot))
@@ -167,6 +173,7 @@ class Process:
             content = (line, self.rank)
             root = digest(content) if self.run.digests else b""
             shard = self._shard(step, line, root)
+            self.cluster.oracle.saved(shard)
             self._write(slot, generation, content, HeaderFacts(SlotState.SEALED, generation, shard, self.writer))
             if sched.lossy and sched.chance(0.01):
                 sched.at(0.0, self.vanish)  # sealed, and never able to say so
@@ -190,6 +197,7 @@ class Run:
         self.world = len(where)
         self.layout = launcher.layout
         self.digests = self.cluster.sched.chance(0.7)
+        self.division = 1
         self.processes: dict[int, Process] = {}
         self.loaded: dict[int, int] = {}
         self.training = False
@@ -346,6 +354,8 @@ class Run:
             self._finish()
             return
         self.step += 1
+        if self.cluster.weather.divisions:
+            self.division += self.cluster.plans.random() < self.cluster.weather.divisions
         self.line = grow(self.line, self.token, self.step)
         self.cluster.oracle.trained(self.token, self.step, self.line)
         if self.world > 1 and sched.chance(self.cluster.weather.corrupt):
