@@ -23,6 +23,7 @@ from baftd.checkpoint.facts import (
     Inventory,
     JobView,
     Report,
+    RestoredRank,
     ShardFacts,
     Skipped,
     Source,
@@ -246,6 +247,47 @@ def test_the_next_start_goes_on_from_the_newest_whole_step(stage: Stage) -> None
         assert history.bad_sources
         assert history.is_abandoned(CheckpointId(1, 4))
         await restarted.close()
+
+    run(story())
+
+
+def test_a_start_of_another_world_needs_leave_and_is_counted_by_what_was_saved(stage: Stage) -> None:
+    async def story() -> None:
+        coordinator = await stage.open()
+        token = await begin(coordinator, "a" * 32, 3)
+        whole = [shard(token, rank, 4, 3) for rank in range(3)]
+        older = [shard(token, rank, 2, 3) for rank in range(3)]
+        found = holding(*whole, *older, highest=4)
+        with pytest.raises(UsageError, match=r"step 4 \(epoch 1\) was saved by 3 ranks, and 2 are starting"):
+            await coordinator.plan("gpt", [found], world=2)
+        plan = await coordinator.plan("gpt", [found], world=2, reshard=True)
+        assert (plan.checkpoint, plan.world, len(plan.sources)) == (CheckpointId(1, 4), 3, 3)
+        newer = await begin(coordinator, "b" * 32, 2, found, reshard=True)
+        head = stage.view.line[0]
+        assert (head.world, head.parent, stage.view.restored) == (2, CheckpointId(1, 4), CheckpointId(1, 4))
+
+        async def loaded(rank: int, held: tuple[int, ...], step: int = 4) -> Verdict:
+            said = RestoredRank(stage.view.store, NODE, LIFE, newer, rank, CheckpointId(1, step), held)
+            return (await coordinator.restored("gpt", said)).verdict
+
+        assert await loaded(0, (0, 1)) is Verdict.PENDING
+        assert await loaded(1, (0, 1), step=2) is Verdict.REFUSED
+        assert await loaded(2, (2,)) is Verdict.REFUSED
+        # Both ranks have loaded it, but of the three shards it is made of one lies nowhere in memory.
+        assert await loaded(1, (0, 1)) is Verdict.PENDING
+        assert stage.view.committed is None
+        assert await loaded(1, (2,)) is Verdict.COMMITTED
+        assert (stage.view.committed, stage.view.restored) == (CheckpointId(1, 4), CheckpointId(1, 4))
+        for rank in range(2):
+            await coordinator.report("gpt", report(stage, newer, rank, 5, 2))
+        assert (stage.view.committed, stage.view.restored) == (CheckpointId(2, 5), None)
+        # The daemon was killed: what began of what is still known.
+        restarted = await stage.open()
+        history = await restarted.history("gpt")
+        assert history.head is not None
+        assert (history.head.world, history.head.parent) == (2, CheckpointId(1, 4))
+        await restarted.close()
+        await coordinator.close()
 
     run(story())
 

@@ -34,6 +34,15 @@ def test_all_ranks_complete_it_once() -> None:
     assert isinstance(rendezvous.check(2.0, None)[0], Completed)
 
 
+@pytest.mark.parametrize("said", [(True, False), (False, True), (False, False)])
+def test_one_rank_speaks_for_all(said: tuple[bool, bool]) -> None:
+    rendezvous = machine()
+    for rank, reshard in enumerate(said):
+        rendezvous.hello(rank, 2, A, 100 + rank, 1, 0.0)
+        rendezvous.resume(A, rank, fresh=False, takeover=False, reshard=reshard, now=0.0)
+    assert rendezvous.check(0.0, None) == (Completed(A, 2, (0, 1), fresh=False, takeover=False, reshard=any(said)),)
+
+
 def test_missing_ranks_are_named_at_the_deadline() -> None:
     rendezvous = machine()
     for rank in (0, 1, 5):

@@ -270,6 +270,20 @@ def test_both_generations_are_counted_before_anything_is_made(run_dirs: RunDirs)
         assert daemon.status().counters["internal_errors"] == 0
 
 
+def test_what_must_be_fetched_is_counted_before_the_first_byte(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), durable_every="3 steps") as daemon:
+        saved_by(run_dirs, 3)
+        wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
+        daemon.terminate()
+        for path in sorted(run_dirs.shm.rglob("*"), reverse=True):
+            path.unlink() if path.is_file() else path.rmdir()
+    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), memory_reserve="1 TiB") as daemon:
+        said = r"slots of the restored step, until the first commit, 3\.0 MiB \+ reserve 1024\.0 GiB"
+        with pytest.raises(NoRoom, match=said), start_of(run_dirs, 1, B, reshard=True):
+            pytest.fail("it does not fit")
+        assert list(run_dirs.shm.rglob("*.slot-*")) == []
+
+
 def test_the_layout_of_a_running_job(run_dirs: RunDirs, daemon: Daemon) -> None:
     with pytest.raises(UsageError, match=f"no rank of job {JOB} has declared"):
         daemon.request(LayoutRequest(job=JOB))

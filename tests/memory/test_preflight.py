@@ -44,6 +44,22 @@ def test_the_sum_is_written_out() -> None:
     assert str(Sum(5 * MIB)) == "own slots 5.0 MiB"
 
 
+def test_both_generations_are_in_the_sum() -> None:
+    """Slots of the restored step are there already: they are needed and available, and change nothing but the words."""
+    message = refusal(ROOMY, own=61 * GIB, held=20 * GIB, reserve=GIB)
+    assert (
+        "own slots 61.0 GiB + slots of the restored step, until the first commit, 20.0 GiB + reserve 1.0 GiB = 82.0 GiB"
+    ) in message
+    assert "file system /dev/shm, 64.0 GiB in all: 80.0 GiB available" in message
+    assert "remount,size=66g" in message
+    check("/dev/shm", own=59 * GIB, held=20 * GIB, reserve=GIB, readings=ROOMY)
+    assert check("/dev/shm", own=GIB, held=20 * GIB, readings=ROOMY).available == 60 * GIB
+    message = refusal(ROOMY, own=0, held=GIB, fetched=60 * GIB, reserve=GIB)
+    assert (
+        "shared memory: slots of the restored step, until the first commit, 61.0 GiB + reserve 1.0 GiB = 62.0 GiB"
+    ) in message
+
+
 def test_what_is_missing_is_counted_by_the_tightest_limit() -> None:
     with pytest.raises(NoRoom) as caught:
         check("/dev/shm", own=110 * GIB, reserve=GIB, readings=ROOMY)
