@@ -108,8 +108,12 @@ class LayoutBuilder:
     ) -> None:
         size = NATIVE_DTYPES.get(dtype, itemsize)
         if size is None or (itemsize is not None and itemsize != size):
-            why = "an unknown type needs its itemsize" if size is None else f"an element has {size} bytes"
-            raise LayoutError(f"tensor {name!r} of type {dtype} and itemsize {itemsize}: {why}.", tensor=name)
+            if size is None:
+                known = f"{', '.join(NATIVE_DTYPES)} are known, a type of another name needs its itemsize"
+                raise LayoutError(f"tensor {name!r} is of type {dtype!r}: {known}.", tensor=name)
+            raise LayoutError(
+                f"tensor {name!r} of type {dtype} and itemsize {itemsize}: an element has {size} bytes.", tensor=name
+            )
         others = tuple(sorted(set(aliases)))
         tensor = TensorLayout(name, dtype, size, kind, self._shared(holding), owner, others)
         problem = tensor.problem()

@@ -8,9 +8,12 @@
     auto       the cheapest of the first three that survives the loss of any one node
 
 The cost of a mode is the larger of two shares: load / window bytes of the fullest rank, and bytes to send / bytes that
-can be sent, of the busiest node, per step. Over 1 a snapshot at every step does not fit, and takes as many steps. What
-is not known (no windows measured yet, no network figure) counts as no cost, so that among equals the mode without
-network is taken.
+can be sent, of the busiest node, per step. Over 1 a snapshot at every step does not fit, and takes as many steps.
+
+Where windows or network are not known (nothing measured yet), costs of replicas and of copies cannot be compared. Of
+those that do not cost more than a step, as far as is known, "auto" then takes replicas where they need no more memory
+than copies, else copies. Peer and parity send the same: peer goes first, since it survives more pairs of lost nodes and
+is read back from one node; parity is for nodes without the memory for copies.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Literal, TypeAlias
 
 from baftd.checkpoint.layout import Layout
 from baftd.checkpoint.savers import Assignment, divide, everyone
-from baftd.checkpoint.slot_memory import NodeMemory, memory_per_node, room_problem
+from baftd.checkpoint.slot_memory import NodeMemory, memory_per_node, room_problem, said_bytes
 from baftd.checkpoint.survival import FixedRedundancy, Protection, Survival, parity_groups, ring, survivability
 from baftd.errors import UsageError
 
@@ -79,13 +82,20 @@ class Offer:
         """The larger of both fills: 0.5 leaves half of the scarcer resource free, 2 takes two steps a snapshot."""
         return max(self.window_fill, self.network_fill)
 
+    @property
+    def node_memory(self) -> int:
+        """Bytes that the fullest node needs."""
+        return max((one.total for one in self.memory.values()), default=0)
+
 
 @dataclass(frozen=True)
 class Choice:
-    """The mode to use and why. `offers`: all modes, for comparison, in the order of `MODES`."""
+    """The mode to use and why. `offers`: all modes, for comparison, in the order of `MODES`. why: a few words; reason:
+    with the costs that were compared."""
 
     offer: Offer
     offers: tuple[Offer, ...]
+    why: str
     reason: str
 
     @property
@@ -108,14 +118,15 @@ def choose(
     small_copies: int = 1,
     small_room: int = 1 << 20,
     most: int = 2,
+    slots: int | None = None,
     before: Mapping[str, NodeMemory] | None = None,
 ) -> Choice:
     """The offers of all modes, and the one that is wanted; of "auto" the cheapest that survives any one node's loss.
 
     window_bytes: that each rank can copy in its windows in a step; None: not known. network_bytes: that a node can
-    send a step; 0: no network; None: not known. memory: bytes of shared memory that each node may use; None: any.
-    copies, group, small_copies: see `Protection.of`. most: sets of lost nodes that the survivals look at. before: what
-    the running generation takes of each node's memory.
+    send a step; 0: nothing but small states; None: not known. memory: bytes of shared memory that each node may use;
+    None: any. copies, group, small_copies: see `Protection.of`. most: sets of lost nodes that the survivals look at.
+    slots: of each rank, see `slots_per_rank`. before: what the running generation takes of each node's memory.
 
     Where nothing survives the loss of a node, "auto" takes "none" and the reason says why. Raises UsageError for an
     unknown mode, and what `divide` and `survivability` raise.
@@ -132,7 +143,7 @@ def choose(
         protection = Protection.of(mode, nodes, copies=copies, group=group, small_copies=small_copies)
         survival = survivability(assignment, node_of_rank, protection, most=max(most, 1), durable=durable)
         need = memory_per_node(
-            assignment, node_of_rank, protection, durable=durable, small_room=small_room, before=before
+            assignment, node_of_rank, protection, durable=durable, small_room=small_room, slots=slots, before=before
         )
         sent = _sent(assignment, node_of_rank, protection)
         offers.append(
@@ -150,22 +161,44 @@ def choose(
         )
     if wanted != "auto":
         offer = next(one for one in offers if one.mode == wanted)
-        return Choice(offer, tuple(offers), f"as asked for{f'; but {offer.problem}' if offer.problem else ''}")
+        but = f"; but {offer.problem}" if offer.problem else ""
+        return Choice(offer, tuple(offers), "as asked for", f"as asked for{but}")
     good = [offer for offer in offers if not offer.problem and offer.mode != "none"]
     if not good:
-        why = "; ".join(f"{offer.mode}: {offer.problem}" for offer in offers if offer.mode != "none")
-        return Choice(offers[-1], tuple(offers), f"nothing survives the loss of a node ({why})")
-    best = min(good, key=lambda offer: (offer.cost, MODES.index(offer.mode)))
-    return Choice(best, tuple(offers), _reason(best, good))
-
-
-def _reason(best: Offer, good: list[Offer]) -> str:
-    costs = ", ".join(
-        f"{offer.mode} {offer.window_fill:.0%} of the windows and {offer.network_fill:.0%} of the network"
-        for offer in good
-    )
+        why = "nothing survives the loss of a node"
+        problems = "; ".join(f"{offer.mode}: {offer.problem}" for offer in offers if offer.mode != "none")
+        return Choice(offers[-1], tuple(offers), why, f"{why} ({problems})")
+    best, why = _best(good, window_bytes is not None, network_bytes is not None)
+    costs = ", ".join(_said_cost(offer, window_bytes is not None, network_bytes is not None) for offer in good)
     late = f"; more than a step holds: a snapshot takes {best.cost:.1f} steps" if best.cost > 1 else ""
-    return f"the cheapest that survives the loss of any one node ({costs}){late}"
+    return Choice(best, tuple(offers), why, f"{why} ({costs}){late}")
+
+
+def _best(good: list[Offer], windows: bool, network: bool) -> tuple[Offer, str]:
+    """The mode to take of those that survive a node's loss, and why. windows, network: whether they are known."""
+    cheapest = min(good, key=lambda offer: (offer.cost, MODES.index(offer.mode)))
+    why = "the cheapest that survives the loss of any one node"
+    fitting = [offer for offer in good if offer.cost <= 1]
+    replicas = next((offer for offer in fitting if offer.mode == "replicas"), None)
+    copies = next((offer for offer in fitting if offer.mode != "replicas"), None)
+    if (windows and network) or replicas is None or copies is None:
+        return cheapest, why
+    unknown = " and ".join(what for what, known in (("windows", windows), ("network", network)) if not known)
+    unknown += " is" if windows else " are"
+    if replicas.node_memory <= copies.node_memory:
+        why = f"survives the loss of any one node in no more memory than {copies.mode}"
+        return replicas, f"{why}, and sends nothing; {unknown} not known"
+    return copies, f"survives the loss of any one node in less memory than replicas; {unknown} not known"
+
+
+def _said_cost(offer: Offer, windows: bool, network: bool) -> str:
+    copied = f"{offer.window_fill:.0%} of the windows"
+    if not windows:
+        copied = f"{said_bytes(offer.assignment.bytes_of(offer.assignment.fullest))} of a rank's windows"
+    sent = f"{offer.network_fill:.0%} of the network"
+    if not network:
+        sent = f"{said_bytes(offer.network_bytes)} of a node's network" if offer.network_bytes else "no network"
+    return f"{offer.mode} {copied} and {sent}"
 
 
 def _problem(
@@ -179,7 +212,7 @@ def _problem(
     if len(survival.nodes) < 2:
         return "" if mode == "none" else "there is only one node"
     if sent and network_bytes == 0:
-        return "there is no network between the nodes"
+        return "the network carries nothing but small states"
     short = "" if memory is None else room_problem(need, memory)
     if short:
         return short

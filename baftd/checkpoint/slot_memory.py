@@ -17,7 +17,15 @@ from baftd.checkpoint.savers import Assignment
 from baftd.checkpoint.shard import PAGE
 from baftd.checkpoint.survival import Protection
 
-__all__ = ["PLACES", "NodeMemory", "memory_per_node", "room_problem", "slot_bytes", "slots_per_rank"]
+__all__ = [
+    "PLACES",
+    "NodeMemory",
+    "memory_per_node",
+    "room_problem",
+    "said_bytes",
+    "slot_bytes",
+    "slots_per_rank",
+]
 
 PLACES = 2
 """Places for each shard, or parity of shards, that comes from other nodes."""
@@ -62,8 +70,11 @@ class NodeMemory:
         return tuple((what, nbytes) for what, nbytes in named if nbytes)
 
 
-def slots_per_rank(protection: Protection, *, durable: bool) -> int:
-    """3 with the memory tier alone, 4 where slots are also read by a durable or peer tier."""
+def slots_per_rank(protection: Protection, *, durable: bool, given: int | None = None) -> int:
+    """3 with the memory tier alone, 4 where slots are also read by a durable or peer tier. given: the number that the
+    settings name; it is taken as it is."""
+    if given is not None:
+        return given
     return 4 if durable or protection.mode in ("peer", "parity") else 3
 
 
@@ -80,9 +91,11 @@ def memory_per_node(
     *,
     durable: bool = False,
     small_room: int = 1 << 20,
+    slots: int | None = None,
     before: Mapping[str, NodeMemory] | None = None,
 ) -> dict[str, NodeMemory]:
-    """What each node needs. `before`: the generation that runs now, when the job is to be laid out anew."""
+    """What each node needs. `slots`: of each rank, where the settings name a number (`slots_per_rank`). `before`: the
+    generation that runs now, when the job is to be laid out anew."""
     shard: dict[str, int] = defaultdict(int)
     ranks: dict[str, int] = defaultdict(int)
     for rank in range(assignment.layout.world):
@@ -102,11 +115,11 @@ def memory_per_node(
             others = [shard[other] for other in group if other != node and other in shard]
             if others:
                 parity[node] = PLACES * _pages(-(-max(others) // (len(group) - 1)))
-    slots = slots_per_rank(protection, durable=durable)
+    each = slots_per_rank(protection, durable=durable, given=slots)
     old = before or {}
     return {
         node: NodeMemory(
-            slots=slots * shard.get(node, 0),
+            slots=each * shard.get(node, 0),
             received=received.get(node, 0),
             parity=parity.get(node, 0),
             small=small.get(node, 0),
@@ -125,18 +138,19 @@ def room_problem(memory: Mapping[str, NodeMemory], limit: int) -> str:
     if need.total <= limit:
         return ""
     too_small = sum(one.total > limit for one in memory.values())
-    parts = " + ".join(f"{what} {_said(nbytes)}" for what, nbytes in need.parts())
+    parts = " + ".join(f"{what} {said_bytes(nbytes)}" for what, nbytes in need.parts())
     others = f" ({too_small} of {len(memory)} nodes do not have enough)" if too_small > 1 else ""
-    total = f" = {_said(need.total)}" if len(need.parts()) > 1 else ""
-    return f"node {node} needs {parts}{total} of shared memory, and {_said(limit, up=False)} are there{others}"
+    total = f" = {said_bytes(need.total)}" if len(need.parts()) > 1 else ""
+    return f"node {node} needs {parts}{total} of shared memory, and {said_bytes(limit, up=False)} are there{others}"
 
 
 def _pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def _said(nbytes: int, *, up: bool = True) -> str:
-    """What is needed is rounded up, what is there down, so that nobody is told they are equal when they are not."""
+def said_bytes(nbytes: int, *, up: bool = True) -> str:
+    """A size in words. What is needed is rounded up, what is there down (`up` False), so that nobody is told they are
+    equal when they are not."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if nbytes >= factor:
             tenths = -(-nbytes * 10 // factor) if up else nbytes * 10 // factor

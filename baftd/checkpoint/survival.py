@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations, pairwise, product
 from typing import Literal, TypeAlias
 
@@ -41,13 +42,14 @@ def ring(nodes: Sequence[str], copies: int = 1) -> dict[str, tuple[str, ...]]:
 
 
 def parity_groups(nodes: Sequence[str], group: int) -> tuple[tuple[str, ...], ...]:
-    """The nodes in groups of at most `group`, in order, whose sizes differ by at most one.
+    """The nodes in groups of at most `group`, in order, whose sizes differ by at most one. A node alone would be
+    protected by nobody: three nodes in groups of two are one group.
 
     Raises UsageError for groups of fewer than two nodes.
     """
     if group < 2:
         raise UsageError(f"a parity group of {group} protects nothing; 2 nodes or more are needed.")
-    number = max(1, -(-len(nodes) // group))
+    number = max(1, min(-(-len(nodes) // group), len(nodes) // 2))
     cuts = [len(nodes) * at // number for at in range(number + 1)]
     return tuple(tuple(nodes[start:stop]) for start, stop in pairwise(cuts))
 
@@ -80,7 +82,11 @@ class Protection:
 
     def group_of(self, node: str) -> tuple[str, ...]:
         """The parity group of a node; itself alone where it has none."""
-        return next((group for group in self.groups if node in group), (node,))
+        return self._group_of.get(node, (node,))
+
+    @cached_property
+    def _group_of(self) -> Mapping[str, tuple[str, ...]]:
+        return {node: group for group in self.groups for node in group}
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,8 @@ def print_json(kind: str, fields: Mapping[str, Any]) -> None:
     """One document: `{"version": 1, "kind": kind, ...}`; a field "version" of a reply is the daemon's."""
     renamed = {"daemon_version" if name == "version" else name: value for name, value in fields.items()}
     document = {"version": JSON_VERSION, "kind": kind, **renamed}
-    print(json.dumps(document, indent=2, ensure_ascii=False))
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
+    print(json.dumps(document, indent=2, ensure_ascii=not unicode))
 
 
 def fields_of(reply: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -80,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(VERBS)}."
         print(f"baftd: there is no verb {arguments[0]!r}. {hint}", file=sys.stderr)
         return 2
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names are any Unicode; a terminal that cannot show them gets their escapes, not a traceback.
+        sys.stdout.reconfigure(errors="backslashreplace")
     parsed = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     try:
         code = int(parsed.run(parsed))

@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     room = parser.add_argument_group("what there is")
     room.add_argument("--ranks-per-node", type=count, metavar="N", help=f"[what is known, else {_NODE_RANKS}]")
     room.add_argument("--window-bytes", type=size, metavar="SIZE", help="a rank can copy in its windows in a step")
-    room.add_argument("--network-bytes", type=size, metavar="SIZE", help="a node can send in a step; 0: no network")
+    room.add_argument(
+        "--network-bytes", type=size, metavar="SIZE", help="a node can send in a step; 0: nothing but small states"
+    )
     room.add_argument(
         "--node-memory", type=size, metavar="SIZE", help="shared memory of a node [--job: of this node; else any]"
     )
@@ -87,9 +89,16 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments, layout)
     if arguments.save_layout is not None:
         _save(layout, arguments.save_layout)
+    nodes = _nodes(arguments, source)
+    others = len(set(nodes)) - 1
+    if arguments.copies > max(1, others):
+        raise UsageError(
+            f"--copies {arguments.copies}: each copy needs a node of its own, and besides a rank's own there "
+            f"{'is' if others == 1 else 'are'} {others or 'none'} (--ranks-per-node)."
+        )
     plan = Plan.of(
         source,
-        _nodes(arguments, source),
+        nodes,
         wanted=arguments.redundancy,
         window_bytes=arguments.window_bytes,
         network_bytes=arguments.network_bytes,
@@ -98,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
         copies=arguments.copies,
         group=arguments.group,
         lose=arguments.lose,
+        slots=source.slots,
     )
     refusal = plan.refusal()
     first, last = arguments.show_ranks or (0, 0)
@@ -130,6 +140,8 @@ def _check(arguments: argparse.Namespace, layout: Layout) -> None:
     for name in ("window_bytes", "ranks_per_node", "copies", "node_memory", "lose"):
         if getattr(arguments, name) == 0:
             raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
+    if arguments.redundancy in ("replicas", "parity", "none") and arguments.copies > 1:
+        raise UsageError(f"--copies is of peer, but --redundancy is {arguments.redundancy}.")
     if arguments.group < 2:
         raise UsageError(f"--group {arguments.group}: a parity group needs 2 nodes or more.")
 

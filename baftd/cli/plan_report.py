@@ -68,9 +68,11 @@ class Plan:
         copies: int,
         group: int,
         lose: int,
+        slots: int | None = None,
     ) -> Plan:
         """Choose a mode, prove that it saves every byte, and count. Sizes are bytes: window_bytes of each rank a step,
-        network_bytes of each node a step, node_memory of each node; None where nothing is known."""
+        network_bytes of each node a step, node_memory of each node; None where nothing is known. slots: of each rank,
+        where they are set to a number."""
         from baftd.checkpoint.commit_plan import CommitPlan
         from baftd.checkpoint.redundancy import choose
 
@@ -87,6 +89,7 @@ class Plan:
             group=group,
             small_room=max(source.small_bytes.values(), default=1 << 20),
             most=max(1, lose),
+            slots=slots,
         )
         divided = next(offer.assignment for offer in choice.offers if offer.assignment.mode == "divided")
         chosen = choice.offer.assignment
@@ -223,11 +226,9 @@ def _said_problem(plan: Plan, offer: Offer, memory: int) -> str:
 
 
 def _said_reason(plan: Plan) -> str:
-    if plan.wanted != "auto":
-        return "as asked for"
-    if plan.choice.mode == "none":
+    if plan.wanted == "auto" and plan.choice.mode == "none":
         return "as nothing else will do: see above"
-    return "the cheapest that survives the loss of any one node"
+    return plan.choice.why
 
 
 def _percent(fill: float) -> str:
@@ -285,19 +286,14 @@ def survival_sentences(plan: Plan) -> list[str]:
         which = "any one node" if whole[-1] == 1 else f"any {whole[-1]} nodes"
         said.append(f"{which}: whole, {_FROM[plan.choice.mode]}")
     left = "the newest durable step remains" if survival.durable else "nothing remains, there is no durable tier"
-    ranges = set(survival.breaking)
+    small = [one for one in survival.small if not any(other <= one for other in survival.breaking)]
     for lost, what in (
         (survival.breaking, "lost in memory"),
-        (
-            [one for one in survival.small if one not in ranges],
-            "small state of a rank (RNG, data position) lost in memory",
-        ),
+        (small, "small state of a rank (RNG, data position) lost in memory"),
     ):
         for number in sorted({len(one) for one in lost if len(one) <= plan.lose}):
             sets = [one for one in lost if len(one) == number]
             said.append(f"{_said_sets(sets, number, nodes)}: {what}; {left}")
-    if nodes <= plan.lose and nodes not in map(len, (*survival.breaking, *survival.small)):
-        said.append(f"all {nodes} nodes together: lost in memory; {left}")
     return said
 
 
@@ -340,7 +336,7 @@ def document(plan: Plan, ranks: range, rank: int | None, refusal: NoRoom | None)
         "redundancy": {
             "mode": plan.choice.mode,
             "reason": plan.choice.reason,
-            "offers": [_offer(one) for one in plan.choice.offers],
+            "offers": [_offer(plan, one) for one in plan.choice.offers],
         },
         "windows": {
             "bytes": plan.window_bytes,
@@ -381,18 +377,23 @@ def document(plan: Plan, ranks: range, rank: int | None, refusal: NoRoom | None)
     return found
 
 
-def _offer(offer: Offer) -> dict[str, Any]:
+def _offer(plan: Plan, offer: Offer) -> dict[str, Any]:
     return {
         "mode": offer.mode,
         "needed": offer.assignment.bytes_of(offer.assignment.fullest),
         "saved": offer.assignment.total,
-        "window_fill": None if isinf(offer.window_fill) else round(offer.window_fill, 4),
+        "window_fill": _fill(offer.window_fill, plan.window_bytes),
         "network_bytes": offer.network_bytes,
-        "network_fill": None if isinf(offer.network_fill) else round(offer.network_fill, 4),
+        "network_fill": _fill(offer.network_fill, plan.network_bytes),
         "node_memory": max(memory.total for memory in offer.memory.values()),
         "survives_one_node": offer.survives,
         "problem": offer.problem,
     }
+
+
+def _fill(fill: float, limit: int | None) -> float | None:
+    """A share of what there is; None: it is not known, or there is nothing to share."""
+    return None if limit is None or isinf(fill) else round(fill, 4)
 
 
 def _steps(fill: float) -> int | None:

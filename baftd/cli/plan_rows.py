@@ -80,7 +80,8 @@ def stage_rows(layout: Layout, divided: Assignment, chosen: Assignment) -> list[
     """One row for each set of stages that ranks hold."""
     ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.world):
-        ranks_of.setdefault(stages_of(layout, rank), []).append(rank)
+        # Of a bidirectional pipeline one rank has stages 0 and 3, another 3 and 0.
+        ranks_of.setdefault(tuple(sorted(stages_of(layout, rank))), []).append(rank)
     return [
         StageRow(
             stages,
@@ -115,7 +116,7 @@ def saver_rows(layout: Layout, assignment: Assignment) -> list[SaverRow]:
     at = [place.coordinates if place is not None else {} for place in places]
     found: dict[tuple[tuple[tuple[int, ...], ...], tuple[str, ...], int], tuple[int, dict[int, int]]] = {}
     for one in assignment.classes:
-        stages = tuple(sorted({stages_of(layout, rank) for rank in one.holders}))
+        stages = tuple(sorted({tuple(sorted(stages_of(layout, rank))) for rank in one.holders}))
         key = stages, _axes(one.holders, at), len(one.holders)
         copy, taken = found.setdefault(key, (0, {}))
         for rank, nbytes in one.taken.items():
@@ -141,7 +142,7 @@ def merged_saver_rows(rows: Iterable[SaverRow]) -> list[tuple[str, str, int, str
         if count == 1:
             stages = numbers_of([row.stages[0] for row in alike])
         else:
-            stages = "; ".join(" and ".join(numbers(one) for one in row.stages) for row in alike)
+            stages = "; ".join(" and ".join("+".join(map(str, one)) or "-" for one in row.stages) for row in alike)
         along = f" along {' x '.join(axes)}" if axes else ""
         held = "one rank" if holders == 1 else f"{holders} ranks{along}"
         merged.append((stages, held, ranks * len(alike), size(sum(row.copy for row in alike)), each))

@@ -57,9 +57,9 @@ _RANK = re.compile(r"rank[_-]?([0-9]{1,6})(?![0-9])")
 class Source:
     """A layout, and what is known beside it.
 
-    words: what it is, for people. node_of_rank: None where nodes are not known. slots, durable: of a running job.
-    small_bytes: room for small state, by rank; empty: the least there is. slot_bytes: slots of this job, on this node
-    now.
+    words: what it is, for people. node_of_rank: None where nodes are not known. durable: of a running job. slots: of
+    each rank, where the settings of a running job name a number; None: as many as tiers need. small_bytes: room for
+    small state, by rank; empty: the least there is. slot_bytes: slots of this job, on this node now.
     """
 
     layout: Layout
@@ -155,11 +155,12 @@ def _from_job(arguments: argparse.Namespace) -> Source:
         )
     nodes = {rank.rank: rank.node for rank in reply.ranks}
     layout = Layout.decode(reply.layout)
+    as_needed = 4 if reply.durable else 3  # what "auto" makes of it; with a peer tier it is one more
     return Source(
         layout=layout,
         words=f"job {reply.job}, epoch {reply.epoch}, {layout.world} rank{'s' * (layout.world != 1)}",
         node_of_rank=tuple(nodes[rank] for rank in range(layout.world)) if len(nodes) == layout.world else None,
-        slots=reply.slots,
+        slots=None if reply.slots in (0, as_needed) else reply.slots,
         durable=reply.durable,
         small_bytes={rank.rank: rank.small_room for rank in reply.ranks},
         slot_bytes=sum(rank.image_bytes * rank.slots for rank in reply.ranks),
@@ -318,13 +319,24 @@ def _from_numbers(arguments: argparse.Namespace) -> Source:
 
     shape, name = _shape_of(arguments)
     parallel = _parallel_of(arguments)
-    dtype = (arguments.dtype or "BF16").upper()
+    dtype = _dtype(arguments.dtype or "BF16")
     states = [(state, "F32") for state in _OPTIMIZERS[arguments.optimizer or "adam"]]
     if states and dtype != "F32":
         states.insert(0, ("master", "F32"))
-    layers = whole_numbers(arguments.stage_layers) if arguments.stage_layers else ()
+    layers = () if arguments.stage_layers is None else whole_numbers(arguments.stage_layers)
     layout = megatron_layout(shape, parallel, dtype=dtype, states=states, stage_layers=layers)
     return Source(layout, f"{name} ({_parameters(shape.elements)} parameters), {said_parallel(parallel)}")
+
+
+def _dtype(text: str) -> str:
+    """The type of safetensors that this names. Raises UsageError."""
+    from baftd.checkpoint.shard import NATIVE_DTYPES
+    from baftd.formats.strict_table import nearest
+
+    name = text.upper().replace("BFLOAT", "BF").replace("FLOAT", "F").replace("FP", "F")
+    if name not in NATIVE_DTYPES:
+        raise UsageError(f"--dtype {text}: there is no such type{nearest(name, NATIVE_DTYPES)}.")
+    return name
 
 
 def _shape_of(arguments: argparse.Namespace) -> tuple[TransformerShape, str]:

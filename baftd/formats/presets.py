@@ -7,8 +7,11 @@ Sources, and what the counts of parameters are compared with:
 - llama-2-*: Touvron et al. 2023 (arXiv 2307.09288); llama-3-*: Grattafiori et al. 2024 (arXiv 2407.21783), table 3.
   Counts are those of the released weights.
 - mixtral-8x7b: Jiang et al. 2024 (arXiv 2401.04088), table 1; the count is that of the released weights.
-- pangu-alpha-*: Zeng et al. 2021 (arXiv 2104.12369), table 1 with a query layer behind the others. The paper's total
-  for 200B (207.0 billion) is 1.5 % less than what its table of shapes gives with that layer.
+- pangu-alpha-*: Zeng et al. 2021 (arXiv 2104.12369) for the totals, 13.1 and 207.0 billion parameters. Widths and
+  numbers of layers (40, and 64) are those of MindSpore's model zoo; the paper's own table was not at hand. Whether the
+  query layer behind the others is one of these layers is told by the totals alone: 13.1 billion are 40 layers and a
+  query layer, 207.0 billion are 63 layers and a query layer (206.9). MindSpore's `PanguAlpha_Model` makes
+  `num_layers - 1` layers and a query layer.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ PRESETS = {
         layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, experts=8, vocab=32000, sequence=32768, **_LLAMA
     ),
     "pangu-alpha-13b": TransformerShape(layers=40, hidden=5120, heads=40, **_PANGU),
-    "pangu-alpha-200b": TransformerShape(layers=64, hidden=16384, heads=128, **_PANGU),
+    "pangu-alpha-200b": TransformerShape(layers=63, hidden=16384, heads=128, **_PANGU),
 }
 """By the name that `--preset` takes."""
 
@@ -63,7 +66,7 @@ PUBLISHED = {
     "llama-3-405b": (405_853_388_800, 0.0),
     "mixtral-8x7b": (46_702_792_704, 0.0),
     "pangu-alpha-13b": (13_100_000_000, 0.005),
-    "pangu-alpha-200b": (207_000_000_000, 0.015),
+    "pangu-alpha-200b": (207_000_000_000, 0.001),
 }
 """Published number of parameters, and how exact it is: 0 for a count of released weights, else the largest relative
 difference from ours."""

@@ -31,7 +31,7 @@ class StrictTable:
 
     def fail(self, text: str) -> NoReturn:
         """Raise UsageError: `text` is said of this table."""
-        raise UsageError(f"{self.where}: {text}.")
+        raise UsageError(f"{self.where}: {text}{'' if text.endswith('?') else '.'}")
 
     def value(self, key: str, *kinds: type) -> Any:
         """What stands under a key that must be there."""

@@ -232,7 +232,7 @@ def test_what_is_wrong_by_itself() -> None:
         (lambda: builder.add("w", "F32", (8, 4), {0: rows(0, 8)}), "declared twice"),
         (lambda: builder.own("o", "F32", (3,), 1), "declared twice by rank 1"),
         (lambda: builder.add("", "F32", (), {0: ((),)}), "not Unicode text of 1 to"),
-        (lambda: builder.add("a", "C64", (), {0: ((),)}), "an unknown type needs its itemsize"),
+        (lambda: builder.add("a", "C64", (), {0: ((),)}), "'C64': BOOL, .* a type of another name needs its itemsize"),
         (lambda: builder.add("a", "F32", (), {0: ((),)}, itemsize=8), "an element has 4 bytes"),
         (lambda: builder.add("a", "C 4", (), {0: ((),)}, itemsize=8), "is not a name"),
         (lambda: builder.add("a", "C64", (), {0: ((),)}, itemsize=0), "an element of 0 bytes is out of range"),

@@ -88,7 +88,75 @@ def test_a_shard_that_only_one_rank_has_needs_the_network() -> None:
     alone = choose(data_parallel(sharded=True), NODES, network_bytes=0)
     assert alone.mode == "none"
     assert alone.reason.startswith("nothing survives the loss of a node (replicas: node node0 has ranges")
-    assert "peer: there is no network between the nodes" in alone.reason
+    assert "peer: the network carries nothing but small states" in alone.reason
+
+
+def test_costs_that_are_not_known_are_not_compared() -> None:
+    """Replicas on four nodes copy eight times as much: nobody knows whether it fits, but it takes memory."""
+    for window, network in ((None, None), (None, MIB), (8 * MIB, None)):
+        choice = choose(data_parallel(), NODES, window_bytes=windows(window) if window else None, network_bytes=network)
+        assert choice.mode == "peer"
+        assert choice.why.startswith("survives the loss of any one node in less memory than replicas; ")
+        assert ("of the windows" in choice.reason) == (window is not None)
+        assert ("of the network" in choice.reason) == (network is not None)
+    assert choose(data_parallel(), NODES).reason.endswith(
+        "; windows and network are not known (replicas 4.0 MiB of a rank's windows and no network, peer 512 KiB of a "
+        "rank's windows and 1.0 MiB of a node's network, parity 512 KiB of a rank's windows and 1.0 MiB of a node's "
+        "network)"
+    )
+    assert choose(data_parallel(), NODES, window_bytes=windows(4 * MIB)).why.endswith("; network is not known")
+    assert choose(data_parallel(), NODES, network_bytes=2 * MIB).why.endswith("; windows are not known")
+    # A network that is known to be too slow for every step.
+    assert choose(data_parallel(), NODES, network_bytes=MIB // 2).mode == "replicas"
+    # Windows that are known to be too small for replicas.
+    slow = choose(data_parallel(), NODES, window_bytes=windows(2 * MIB))
+    assert (slow.mode, slow.why) == ("peer", "the cheapest that survives the loss of any one node")
+
+
+def test_replicas_where_they_take_no_more_memory() -> None:
+    """Two copies of each range on two nodes: copies on the other node would need as much."""
+    builder = LayoutBuilder(8)
+    for stage in range(4):
+        held: dict[int, list[Box]] = {rank: [((0, 4096), (0, 256))] for rank in (stage, stage + 4)}
+        builder.add(f"stage{stage}", "F32", (4096, 256), held)
+    choice = choose(builder.build(), {rank: f"node{rank // 4}" for rank in range(8)}, small_room=0)
+    assert choice.mode == "replicas"
+    assert choice.why == (
+        "survives the loss of any one node in no more memory than peer, and sends nothing; windows and network are "
+        "not known"
+    )
+
+
+def test_the_busiest_node_is_what_counts() -> None:
+    """Three nodes that have 1, 2 and 4 MiB for themselves; one of three nodes without anybody to share with."""
+    builder = LayoutBuilder(3)
+    for rank in range(3):
+        builder.own("mine", "F32", (MIB // 4 << rank,), rank)
+    choice = choose(builder.build(), {0: "a", 1: "b", 2: "c"}, copies=2, group=2)
+    assert {one.mode: one.network_bytes for one in choice.offers} == {
+        "replicas": 0,
+        "peer": 2 * 4 * MIB,
+        "parity": 4 * MIB,
+        "none": 0,
+    }
+    alone = choose(builder.build(), dict.fromkeys(range(3), "a"))
+    assert [one.network_bytes for one in alone.offers] == [0, 0, 0, 0]
+
+
+def test_a_step_that_just_fits_is_not_late() -> None:
+    full = choose(data_parallel(), NODES, window_bytes=windows(4 * MIB), network_bytes=0)
+    assert (full.mode, full.offer.cost) == ("replicas", 1.0)
+    assert "more than a step holds" not in full.reason
+
+
+def test_slots_of_the_settings() -> None:
+    layout = data_parallel()
+    each = slot_bytes(divide(layout), 0, MIB)
+    for mode in MODES:
+        six = choose(layout, NODES, wanted=mode, slots=6).offer
+        assert six.memory["node0"].slots == 2 * 6 * slot_bytes(six.assignment, 0, MIB)
+    peer = choose(layout, NODES, wanted="peer", slots=2, durable=True).offer.memory["node0"]
+    assert peer == NodeMemory(slots=2 * 2 * each, received=2 * 2 * each)
 
 
 def test_small_states_need_a_copy_too() -> None:

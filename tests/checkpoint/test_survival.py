@@ -161,12 +161,21 @@ def test_a_set_that_contains_a_smaller_one_says_nothing_new() -> None:
     assert survival.breaking == (*alone, frozenset(("n14", "n15")), frozenset(("n14", "n17", "n18")))
 
 
+def test_many_parity_groups_are_found_at_once() -> None:
+    nodes = [f"n{number:05}" for number in range(20_000)]
+    protection = Protection.of("parity", nodes, group=4)
+    assert [protection.group_of(node)[0] for node in nodes[::4]] == nodes[::4]
+
+
 def test_placement() -> None:
     assert ring(["a", "b", "c"], 2) == {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
     assert ring(["a", "b"], 5) == {"a": ("b",), "b": ("a",)}
     assert ring(["a"], 1) == {"a": ()}
     assert parity_groups(list("abcdefghij"), 4) == (tuple("abc"), tuple("def"), tuple("ghij"))
     assert parity_groups(list("abcde"), 4) == (tuple("ab"), tuple("cde"))
+    assert parity_groups(list("abc"), 2) == (tuple("abc"),)  # nobody is left alone
+    assert parity_groups(list("abcde"), 2) == (tuple("ab"), tuple("cde"))
+    assert parity_groups(["a"], 2) == (("a",),)
     assert Protection.of("parity", "a", group=4).group_of("a") == ("a",)
     with pytest.raises(UsageError, match="a parity group of 1"):
         parity_groups(["a"], 1)

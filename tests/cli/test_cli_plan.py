@@ -122,15 +122,75 @@ def test_auto_takes_what_fits_and_refuses_when_nothing_does(cli: Cli, declared: 
     given = ("plan", "--layout", str(declared), "--ranks-per-node", "1")
     _, found = cli.json(*given)
     needs = {offer["mode"]: offer["node_memory"] for offer in found["redundancy"]["offers"]}
-    assert found["redundancy"]["mode"] == "replicas"
-    code, found = cli.json(*given, "--node-memory", f"{needs['replicas'] - 1} B")
-    assert (code, found["redundancy"]["mode"]) == (0, "peer")
+    assert needs["parity"] < needs["peer"] < needs["replicas"]
+    assert found["redundancy"]["mode"] == "peer"
+    code, found = cli.json(*given, "--node-memory", f"{needs['peer'] - 1} B")
+    assert (code, found["redundancy"]["mode"]) == (0, "parity")
+    _, out, _ = cli(*given)
+    assert (
+        "redundancy: peer, survives the loss of any one node in less memory than replicas; windows and network are not "
+        "known\n"
+    ) in out
     code, found = cli.json(*given, "--node-memory", f"{needs['none']} B")
     assert (code, found["redundancy"]["mode"]) == (0, "none")
     code, out, err = cli(*given, "--node-memory", f"{needs['none'] - 1} B")
     assert code == 5
     assert "MiB of node memory missing" in out
     assert "Give it more shared memory or spread the job over more nodes (--ranks-per-node)." in err
+
+
+def test_what_is_not_known_is_null(cli: Cli, declared: Path) -> None:
+    given = ("plan", "--layout", str(declared), "--ranks-per-node", "1")
+    _, found = cli.json(*given)
+    for offer in found["redundancy"]["offers"]:
+        assert (offer["window_fill"], offer["network_fill"]) == (None, None)
+    assert "0%" not in found["redundancy"]["reason"]
+    assert (found["windows"]["steps"], found["network"]["steps"]) == (None, None)
+    _, found = cli.json(*given, "--window-bytes", "12 MiB", "--network-bytes", "5 MiB")
+    offers = {offer["mode"]: offer for offer in found["redundancy"]["offers"]}
+    assert (offers["replicas"]["window_fill"], offers["replicas"]["network_fill"]) == (0.5, 0.0)
+    assert (offers["peer"]["window_fill"], offers["peer"]["network_fill"]) == (0.2083, 0.5)
+    _, found = cli.json(*given, "--network-bytes", "0B")
+    assert found["redundancy"]["mode"] == "replicas"
+    offers = {offer["mode"]: offer for offer in found["redundancy"]["offers"]}
+    assert offers["peer"]["network_fill"] is None
+    assert offers["peer"]["problem"] == "the network carries nothing but small states"
+
+
+def test_a_set_within_a_named_one_is_not_named_again(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"world": 3, "tensors": [{"name": "w", "shape": [8], "dtype": "F32", "ranks": {
+        "0": "0:4", "1-2": "4:8"}}]}))  # fmt: skip
+    given = ("plan", "--layout", str(path), "--ranks-per-node", "1", "--redundancy", "replicas", "--lose", "3")
+    _, found = cli.json(*given)
+    left = "nothing remains, there is no durable tier"
+    assert found["survival"]["sentences"] == [
+        f"node-0: lost in memory; {left}",
+        f"node-1 and node-2 together: lost in memory; {left}",
+    ]
+    assert ["node-0", "node-1"] in found["survival"]["breaking_small_state"]
+
+
+def test_a_bidirectional_pipeline_is_one_row_for_each_pair_of_stages(cli: Cli, tmp_path: Path) -> None:
+    only = ((0, [0, 3]), (1, [1, 2]), (2, [1, 2]), (3, [0, 3]))
+    declared = {
+        "world": 4,
+        "axes": {"pp": 4},
+        "stages": {"0": [0, 3], "1": [1, 2], "2": [2, 1], "3": [3, 0]},
+        "tensors": [
+            *({"name": f"w{n}", "shape": [9 + n, 8], "dtype": "F32", "only": {"pp": at}} for n, at in only),
+            {"name": "tied", "shape": [8], "dtype": "F32"},
+        ],
+    }
+    path = tmp_path / "chimera.json"
+    path.write_text(json.dumps(declared))
+    _, found = cli.json("plan", "--layout", str(path), "--show-ranks", ":")
+    assert [(row["stages"], row["ranks"]) for row in found["stages"]] == [([0, 3], 2), ([1, 2], 2)]
+    assert [row["stages"] for row in found["savers"]] == [[[0, 3]], [[0, 3], [1, 2]], [[1, 2]]]
+    assert [rank["stages"] for rank in found["ranks"]] == [[0, 3], [1, 2], [2, 1], [3, 0]]
+    _, out, _ = cli("plan", "--layout", str(path))
+    assert re.search(r"^0\+3, 1\+2 +2 ranks along pp ", out, re.MULTILINE)
+    assert re.search(r"^0\+3 and 1\+2 +4 ranks along pp ", out, re.MULTILINE)
 
 
 def test_losses_of_three_nodes_are_named(cli: Cli, declared: Path) -> None:
@@ -187,6 +247,46 @@ def test_a_restore_onto_another_layout(cli: Cli, declared: Path, tmp_path: Path)
     code, _, err = cli(*given)
     assert code == 2
     assert "tensor 'new' [0:4] of rank 0" in err
+
+
+def staged(path: Path, stages: int, names: list[str]) -> str:
+    """A pipeline whose names carry the stage, as the PyTorch adapter makes them."""
+    layers = [
+        {"name": name, "shape": [4, 4], "dtype": "F32", "only": {"pp": at * stages // len(names)}}
+        for at, name in enumerate(names)
+    ]
+    path.write_text(json.dumps({"world": stages, "axes": {"pp": stages}, "tensors": layers}))
+    return str(path)
+
+
+def test_names_of_other_stages_are_the_same_tensors(cli: Cli, tmp_path: Path) -> None:
+    four = [f"{kind}stage{n}.{n}.w" for n in range(4) for kind in ("model.", "optim.0.")]
+    two = [f"{kind}stage{n // 2}.{n}.w" for n in range(4) for kind in ("model.", "optim.0.")]
+    plain = [f"{kind}{n}.w" for n in range(4) for kind in ("model.", "optim.0.")]
+    files = {
+        "four": staged(tmp_path / "four.json", 4, four),
+        "two": staged(tmp_path / "two.json", 2, two),
+        "plain": staged(tmp_path / "plain.json", 1, plain),
+    }
+    for old, new in (("four", "two"), ("two", "four"), ("four", "plain"), ("plain", "two"), ("four", "four")):
+        code, found = cli.json("plan", "--layout", files[old], "--onto", files[new])
+        assert code == 0
+        assert found["restore"]["read"]["most"] == 8 * 64 // {"four": 4, "two": 2, "plain": 1}[new]
+
+
+def test_names_that_repeat_in_each_stage(cli: Cli, tmp_path: Path) -> None:
+    four = staged(tmp_path / "four.json", 4, [f"model.stage{n}.0.w" for n in range(4)])
+    code, found = cli.json("plan", "--layout", four, "--onto", four)
+    assert (code, found["restore"]["read"]["most"]) == (0, 64)
+    two = staged(tmp_path / "two.json", 2, [f"model.stage{n}.0.w" for n in range(2)])
+    code, _, err = cli("plan", "--layout", four, "--onto", two)
+    assert code == 2
+    assert "could all be meant" in err
+    # A module that is called so by itself: rank 0 is of stage 0.
+    own = staged(tmp_path / "own.json", 1, ["model.stage7.w"])
+    code, _, err = cli("plan", "--layout", own, "--onto", staged(tmp_path / "own2.json", 1, ["model.w"]))
+    assert code == 2
+    assert "'model.w' [0:4, 0:4] of rank 0" in err
 
 
 def test_a_large_preset_prints_few_lines(cli: Cli) -> None:
@@ -246,6 +346,24 @@ def test_of_a_running_job(cli: Cli, serve: Serve) -> None:
     assert found["memory"]["limit"] is not None  # what /dev/shm of this machine has
     assert found["survival"]["durable"] is True
     assert found["bytes"] == {"unique": MIB, "held": 2 * MIB, "saved": MIB}
+
+
+@pytest.mark.parametrize(
+    ("slots", "durable", "mode", "expected"),
+    [
+        (4, True, "replicas", 4),  # 3 and 4 are what "auto" has without and with a durable tier
+        (3, False, "replicas", 3),
+        (3, False, "peer", 4),
+        (8, True, "none", 8),
+        (8, False, "peer", 8),
+    ],
+)
+def test_slots_of_a_running_job(cli: Cli, serve: Serve, slots: int, durable: bool, mode: str, expected: int) -> None:
+    serve({LayoutRequest: running(slots=slots, durable=durable)})
+    given = ("plan", "--job", "gpt", "--shm-dir", "/nowhere", "--ranks-per-node", "1", "--redundancy", mode)
+    _, found = cli.json(*given)
+    saved = MIB // 2 if mode in ("peer", "none") else MIB
+    assert found["memory"]["nodes"]["node-0"]["slots"] // (saved + MIB) == expected
 
 
 def test_of_a_job_without_durable_tier_and_elsewhere(cli: Cli, serve: Serve) -> None:

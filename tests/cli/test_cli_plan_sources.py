@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
+from baftd.cli.main import main
 from baftd.cli.plan_sources import whole_numbers
 from baftd.errors import UsageError
 from tests.support.cli import Cli
+from tests.support.daemon import RunDirs
 from tests.support.mindspore_samples import DATA, first_sample
 
 GPT = ("plan", "--layers", "4", "--hidden", "64", "--heads", "4", "--vocab", "256", "--seq", "32")
@@ -44,7 +48,12 @@ def layout(tmp_path: Path) -> str:
         ((*GPT, "--zero", "4"), "zero = 4 is none of 0, 1, 2 and 3"),
         ((*GPT, "--order", "tp-pp-xx"), "order 'tp-pp-xx' is not made of tp, cp, ep, dp, pp"),
         ((*GPT, "--hidden", "65"), "hidden 65 does not divide into 4 heads"),
-        ((*GPT, "--dtype", "FLOAT"), "an unknown type needs its itemsize"),
+        ((*GPT, "--dtype", "Q7"), "--dtype Q7: there is no such type (there is BOOL, U8, "),
+        ((*GPT, "--dtype", "bfloat15"), "--dtype bfloat15: there is no such type; did you mean 'BF16'?"),
+        ((*GPT, "--stage-layers", ""), "'' is no number and no NUMBERxTIMES"),
+        ((*GPT, "--dp", "16", "--copies", "2"), "and besides a rank's own there is 1 (--ranks-per-node)"),
+        ((*GPT, "--copies", "2"), "and besides a rank's own there are none (--ranks-per-node)"),
+        ((*GPT, "--copies", "2", "--redundancy", "none"), "--copies is of peer, but --redundancy is none"),
         (("plan", "--preset", "gpt-1.3b", "--style", "llama"), "--style says how a model by numbers is built"),
         ((*GPT, "--window-bytes", "4"), "'4' has no unit"),
         ((*GPT, "--window-bytes", "0"), "--window-bytes is 0: it must be more"),
@@ -98,6 +107,8 @@ def test_whole_numbers() -> None:
     [
         ((), "gpt model", 14),
         (("--dtype", "f32"), "gpt model", 12),
+        (("--dtype", "bfloat16"), "gpt model", 14),
+        (("--dtype", "fp16"), "gpt model", 14),
         (("--optimizer", "momentum"), "gpt model", 10),
         (("--optimizer", "none"), "gpt model", 2),
     ],
@@ -145,6 +156,26 @@ def test_nodes_of_a_declaration_are_used(cli: Cli, tmp_path: Path) -> None:
     path.write_text(json.dumps({**DECLARED, "ranks_per_node": 1}))
     assert cli.json("plan", "--layout", str(path))[1]["nodes"] == 2
     assert cli.json("plan", "--layout", str(path), "--ranks-per-node", "2")[1]["nodes"] == 1
+
+
+def test_names_that_the_terminal_cannot_show(
+    run_dirs: RunDirs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "\u91cd\u307f\U0001f600\x1b[31m"
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"world": 1, "tensors": [{"name": name, "shape": [2], "dtype": "F32"}]}))
+    given = ["plan", "--layout", str(path), "--rank", "0", "--run-dir", str(run_dirs.socket.parent)]
+    for encoding in ("ascii", "utf-8"):
+        for extra in ([], ["--json"]):
+            printed = io.BytesIO()
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding, write_through=True))
+            assert main([*given, *extra]) == 0
+            out = printed.getvalue().decode(encoding)
+            if extra:
+                assert json.loads(out)["rank"]["shares"][0]["tensor"] == name
+            else:
+                assert "\x1b" not in out
+                assert ("\\u91cd\\u307f\\U0001f600" if encoding == "ascii" else name[:3]) in out
 
 
 def test_files_that_are_none(cli: Cli, tmp_path: Path) -> None:

@@ -282,7 +282,7 @@ def test_mistakes_in_the_form(tensor: dict[str, Any], top: dict[str, Any], words
         ({"ranks": {"0": "0:3, :", "2": "2:4, :"}}, 2, "rank 0 holds [0:3, 0:4] and rank 2 holds [2:4, 0:4]"),
         ({"ranks": {"0": ["0:4, :", "1:2, :"]}}, 0, "rank 0 holds [0:4, 0:4] and [1:2, 0:4], which share"),
         ({"only": {"dp": []}}, None, "is held by no rank"),
-        ({"dtype": "Q7"}, None, "an unknown type needs its itemsize"),
+        ({"dtype": "Q7"}, None, "a type of another name needs its itemsize"),
         ({"ranks": {"0": [":2, :", "2:, :"]}, "optimizer": "rows"}, 0, "2 ranges, which cannot be divided by rows"),
     ],
 )
