@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -78,7 +78,7 @@ class Divisions:
         if news and not known.missing:
             context.tasks.start(self._divide(job, known), f"division of {job.name}")
         if known.missing:
-            self._ask(job, known)
+            self._ask(job, token, known.missing)
         if news or not known.missing:
             with contextlib.suppress(asyncio.TimeoutError):
                 wait = None if not known.missing else FIRST_WAIT
@@ -94,11 +94,15 @@ class Divisions:
             )
         return known.work.result()
 
-    def _ask(self, job: JobOnNode, known: _Round) -> None:
-        """Have ranks declare anew that had done so before this round."""
+    def tell(self, job: JobOnNode, token: Token, plan: bytes) -> None:
+        """A rank saves under `plan` from now on (empty: all it holds). Those that do under another come to it."""
+        others = [rank for rank, record in job.layouts.items() if record.get("plan", b"") != plan]
+        self._ask(job, token, others)
+
+    def _ask(self, job: JobOnNode, token: Token, ranks: Collection[int]) -> None:
+        """Have ranks declare anew, as far as they have declared before."""
         for client in job.clients.of_job(job.name):
-            mine = client.token == known.token and client.alive
-            if mine and client.rank in known.missing and job.declared(client.rank):
+            if client.rank in ranks and client.token == token and client.alive and job.declared(client.rank):
                 text = "what the ranks hold is divided anew."
                 self._context.server.send(client.peer, ErrorReply(code="try_again", message=text, field="declare"))
 

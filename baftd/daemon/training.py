@@ -70,7 +70,7 @@ def layout_record(
 ) -> Record:
     """The journal's record of a declared layout: what a daemon that was restarted needs to go on granting, and to say
     who holds what (the tensors stand in the headers of the slots' images)."""
-    return {
+    record: Record = {
         "k": "layout",
         "rank": client.rank,
         "token": token_record(token),
@@ -82,6 +82,9 @@ def layout_record(
         "stages": list(stages),
         "axes": dict(coordinates),
     }
+    if layout.plan:
+        record["plan"] = layout.plan
+    return record
 
 
 class Trainer:
@@ -148,6 +151,7 @@ class Trainer:
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
         record = layout_record(client, token, layout, slots, message.stages, message.coordinates)
         job.remember_layout(client.rank, record)
+        self._divisions.tell(job, token, plan)
         grants: list[Grant] = []
         writer = job.writer_of(client)
         # A slot whose pages are not touched yet would make the training process wait at its first fence: it is given

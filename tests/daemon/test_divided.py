@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from baftd.checkpoint.layout import Layout
+from baftd.wire.messages import LayoutReply, LayoutRequest
 from tests.support.cli import Cli
 from tests.support.daemon import ROOT, Daemon, RunDirs
 from tests.support.divided_job import REPLICATED, ROWS, state_of
@@ -123,14 +125,18 @@ def test_kill_resume_and_reshard(run_dirs: RunDirs, zygote: Zygote) -> None:
 
 
 def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote: Zygote) -> None:
-    """What was divided stays so without the daemon that did it; another room, and then another tree, are divided anew."""
+    """What was divided stays so without the daemon that did it. Another room, then another tree, are divided anew."""
     with Daemon(run_dirs, redundancy="none") as daemon:
         job = Job(run_dirs, zygote)
-        start = job.start(4, steps=9, wait_at=2, room_at=4, grow_at=6, kill=True)
+        start = job.start(4, steps=9, wait_at=[2], room_at=[4], grow_at=6, kill=True)
         assert [one["step"] for one in start.hear()] == [0] * 4
         assert [one["waits"] for one in start.hear()] == [2] * 4
         daemon.kill()
         daemon.start()
+        reply = daemon.request(LayoutRequest(job="divided"))
+        assert isinstance(reply, LayoutReply)
+        layout = Layout.decode(reply.layout)
+        assert [sorted(layout.tensor(name).held) for name in REPLICATED] == [[0, 1, 2, 3]] * len(REPLICATED)
         start.go_on()
         last = start.hear()
         start.close()
@@ -140,6 +146,24 @@ def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote
         assert job.extras == [{"lr": 0.5, "seed": rank} for rank in range(4)]
         plans = set(re.findall(r"event=divided job=divided plan=([0-9a-f]+)", daemon.log))
         assert len(plans) == 2, "one before the tree changed, and one since"
+
+
+def test_another_setting_for_a_job_that_runs(run_dirs: RunDirs, zygote: Zygote) -> None:
+    """A daemon that divides no more, and then one that divides again: as soon as one rank lays out anew all do."""
+    with Daemon(run_dirs) as daemon:
+        start = Job(run_dirs, zygote).start(2, steps=12, wait_at=[2, 7], room_at=[4, 9], room_of=[0])
+        start.hear()
+        for setting in ("none", "replicas"):
+            waits = start.hear()
+            assert divided(waits) == (setting == "replicas"), waits
+            daemon.kill()
+            daemon.more["redundancy"] = setting
+            daemon.start()
+            start.go_on()
+        last = start.hear()
+        start.close()
+        assert [one["committed"] for one in last] == [12] * 2
+        assert [one["saved_bytes"] for one in last] == [one["held_bytes"] for one in last]
 
 
 def test_durable(

@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -60,14 +60,25 @@ def grow(ckpt: ArrayCheckpointer, name: str, array: Array, part: Part) -> None:
     ckpt._stable += 1
 
 
+def bytes_of(ckpt: ArrayCheckpointer, arrays: dict[str, Array]) -> dict[str, int | None]:
+    """Of the tensors in a slot, and of all that the rank holds."""
+    writer = ckpt.session._layout.writer
+    return {
+        "saved_bytes": None if writer is None else writer.nbytes,
+        "held_bytes": sum(array.nbytes for array in arrays.values()),
+    }
+
+
 def say(**fields: Any) -> None:
     """One line of output."""
     print(json.dumps(fields), flush=True)
 
 
 def main() -> int:
-    """Options as JSON: steps to run; steps at which to wait_at, grow_at, save_at, and room_at (the small state grows);
-    grown, own: kinds of the state; kill at the end; and those of `resume`."""
+    """Options as JSON: steps to run; steps at which to grow_at and save_at, lists of those at which to wait_at and
+    room_at (the small state of the ranks room_of grows); grown, own: kinds of state; kill at the end; and those of
+    `resume`.
+    """
     options: dict[str, Any] = json.loads(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     kind = {"grown": options.get("grown", False), "own": options.get("own", True)}
@@ -91,29 +102,29 @@ def main() -> int:
     for step in range(first, first + options["steps"]):
         with ckpt.update():
             change(arrays, step)
-        settled = ckpt.session.settle(1)
+        # Steps that die while plans change are not waited for.
+        settled = ckpt.session.settle(5 if step + 2 >= first + options["steps"] else 0.3)
         if options.get("grow_at") == step + 1:
             state, named = state_of(step + 1, rank, world, grown=True)
             arrays["more"] = state["more"]
             grow(ckpt, "more", arrays["more"], named["more"])
-        if options.get("room_at") == step + 1:
-            extra["grown"] = b"x" * (3 << 20)  # more than the room for small state: slots are laid out anew
+        if step + 1 in options.get("room_at", ()) and rank in options.get("room_of", [rank]):
+            # More than the room for small state: slots are laid out anew.
+            extra["grown"] = b"x" * (3 * len(cast(bytes, extra.get("grown", b""))) or 3 << 20)
         ckpt.step()
-        if options.get("wait_at") == step + 1:
+        if step + 1 in options.get("wait_at", ()):
             ckpt.fence()
             ckpt.session.settle(10)
-            say(waits=step + 1)
+            say(waits=step + 1, **bytes_of(ckpt, arrays))
             sys.stdin.readline()
         if options.get("save_at") == step + 1:
             say(saved=ckpt.save(timeout=20).tier)
     ckpt.fence()
     settled = ckpt.session.settle(10)
-    writer = ckpt.session._layout.writer
     say(
         committed=ckpt.counters.committed_memory if settled else None,
-        saved_bytes=None if writer is None else writer.nbytes,
-        held_bytes=sum(array.nbytes for array in arrays.values()),
         counters=ckpt.counters.__dict__,
+        **bytes_of(ckpt, arrays),
     )
     if options.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
