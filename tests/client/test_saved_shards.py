@@ -49,9 +49,12 @@ class SlotOf:
 def slot_of(
     directory: Path, rank: int, world: int, saved: list[tuple[TensorEntry, bytes]], small: Any = None, **options: Any
 ) -> SlotOf:
-    """Write an image. options: step, job, digests=False to name only the root digest."""
+    """Write an image. options: step, job, plan, held, digests=False to name only the root digest."""
     encoded = state_tree.encode({"rank": rank} if small is None else small)
-    plan = plan_image([entry for entry, _ in saved], 1 << 16, job=options.get("job", "job"), rank=rank, world=world)
+    plan = plan_image(
+        [entry for entry, _ in saved], 1 << 16, job=options.get("job", "job"), rank=rank, world=world,
+        plan=options.get("plan", b""), held=options.get("held", ()),
+    )  # fmt: skip
     image = bytearray(plan.image_length(len(encoded)))
     header = plan.render_header(Token(1, "0" * 32), step=options.get("step", 7), updates=7, small_length=len(encoded))
     image[: len(header)] = header
