@@ -84,6 +84,8 @@ class Joining:
         said = Token(message.token.epoch, message.token.incarnation) if message.token else None
         if said is not None:
             await self._learn(job, said, message.world)
+            if job.closed:
+                raise TryAgain(f"job {job.name} was removed from node {self._context.node} meanwhile.")
         fenced = said is not None and said != job.token
         pid = peer.pid
         client = Client(
