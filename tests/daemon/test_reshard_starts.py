@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,9 +25,39 @@ from baftd.wire.messages import (
     SlotImage,
 )
 from tests.support.daemon import Daemon, RunDirs, wait_until
+from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.wire_rank import JOB, WireRank, content_of, image_bytes, start_of, tensors, together, train
+from tests.support.zygote import Zygote
 
 A, B, C, D = ("a" * 32, "b" * 32, "c" * 32, "d" * 32)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    """Forks the daemons of this file."""
+    with Zygote() as running:
+        yield running
+
+
+Started = Callable[..., FaultyDaemon]
+
+
+@pytest.fixture
+def started(run_dirs: RunDirs, zygote: Zygote) -> Started:
+    """Makes a daemon (one without a fault) with a durable tier; `run_dirs` ends it."""
+
+    def start(**settings: str) -> FaultyDaemon:
+        daemon = FaultyDaemon(run_dirs, "", zygote=zygote, durable_dir=str(run_dirs.durable), **settings)
+        daemon.start()
+        return daemon
+
+    return start
+
+
+@pytest.fixture
+def daemon(started: Started) -> Daemon:
+    """One that makes a step durable only when it is asked to."""
+    return started(durable_every="1000000 steps")
 
 
 def shm_names(dirs: RunDirs) -> set[str]:
@@ -86,24 +116,24 @@ def test_four_ranks_saved_and_two_go_on(run_dirs: RunDirs, daemon: Daemon) -> No
     assert daemon.status().counters["internal_errors"] == 0
 
 
-def test_two_ranks_saved_and_four_go_on_from_the_durable_tier(run_dirs: RunDirs) -> None:
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), durable_every="3 steps") as daemon:
-        with start_of(run_dirs, 2, A) as ranks:
-            train(ranks, 1, 3)
-            wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
-            together(ranks, WireRank.leave)
-        daemon.terminate()
-        for path in sorted(run_dirs.shm.rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-        daemon.start()
-        with start_of(run_dirs, 4, B, reshard=True) as ranks:
-            for plan in plans(ranks):
-                checked(plan, 2, 3)
-                assert (plan.source, plan.tier) == (None, "durable")
-            train(ranks, 4, 5)
-            together(ranks, lambda rank: rank.finish(5))
-        assert list(run_dirs.shm.rglob("*")) == []
-        assert daemon.status().counters["internal_errors"] == 0
+def test_two_ranks_saved_and_four_go_on_from_the_durable_tier(run_dirs: RunDirs, started: Started) -> None:
+    daemon = started(durable_every="3 steps")
+    with start_of(run_dirs, 2, A) as ranks:
+        train(ranks, 1, 3)
+        wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
+        together(ranks, WireRank.leave)
+    daemon.terminate()
+    for path in sorted(run_dirs.shm.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    daemon.start()
+    with start_of(run_dirs, 4, B, reshard=True) as ranks:
+        for plan in plans(ranks):
+            checked(plan, 2, 3)
+            assert (plan.source, plan.tier) == (None, "durable")
+        train(ranks, 4, 5)
+        together(ranks, lambda rank: rank.finish(5))
+    assert list(run_dirs.shm.rglob("*")) == []
+    assert daemon.status().counters["internal_errors"] == 0
 
 
 def test_another_layout_in_an_equal_world_is_given_all_images(run_dirs: RunDirs, daemon: Daemon) -> None:
@@ -176,15 +206,17 @@ def test_a_start_that_made_no_step_can_be_followed_by_one_of_the_old_world(run_d
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_a_rank_that_cannot_load_condemns_only_what_is_wrong(run_dirs: RunDirs, spoiled: bool) -> None:
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), durable_every="2 steps") as daemon:
-        with start_of(run_dirs, 4, A) as ranks:
-            train(ranks, 1, 2)
-            wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 2, "step 2 durable")
-            train(ranks, 3, 3)
-            together(ranks, WireRank.leave)
-        _cannot_load(run_dirs, spoiled)
-        assert daemon.status().counters["internal_errors"] == 0
+def test_a_rank_that_cannot_load_condemns_only_what_is_wrong(
+    run_dirs: RunDirs, started: Started, spoiled: bool
+) -> None:
+    daemon = started(durable_every="2 steps")
+    with start_of(run_dirs, 4, A) as ranks:
+        train(ranks, 1, 2)
+        wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 2, "step 2 durable")
+        train(ranks, 3, 3)
+        together(ranks, WireRank.leave)
+    _cannot_load(run_dirs, spoiled)
+    assert daemon.status().counters["internal_errors"] == 0
 
 
 def _cannot_load(run_dirs: RunDirs, spoiled: bool) -> None:
@@ -204,26 +236,26 @@ def _cannot_load(run_dirs: RunDirs, spoiled: bool) -> None:
         assert ("step 3 (epoch 1): no verified shard of rank 3" in said) == spoiled
 
 
-def test_an_operator_s_restore_and_then_another_world(run_dirs: RunDirs) -> None:
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), durable_every="2 steps") as daemon:
-        with start_of(run_dirs, 4, A) as ranks:
-            train(ranks, 1, 2)
-            wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 2, "step 2 durable")
-            train(ranks, 3, 5)
-            together(ranks, WireRank.leave)
-        reply = daemon.request(RestoreRequest(job=JOB, step=2))
-        assert isinstance(reply, RestoreReply)
-        assert (reply.step, reply.world, len(reply.sources)) == (2, 4, 4)
-        with start_of(run_dirs, 1, B, reshard=True) as ranks:
-            checked(plans(ranks)[0], 4, 2)
-            train(ranks, 3, 3)
-            wait_until(lambda: ranks_in_memory(run_dirs) == {0}, lambda: f"still there: {shm_names(run_dirs)}")
-            together(ranks, WireRank.leave)
-        # The operator's form takes each checkpoint's own world: one rank saved this one.
-        reply = daemon.request(RestoreRequest(job=JOB, dry_run=True))
-        assert isinstance(reply, RestoreReply)
-        assert (reply.step, reply.world) == (3, 1)
-        assert daemon.status().counters["internal_errors"] == 0
+def test_an_operator_s_restore_and_then_another_world(run_dirs: RunDirs, started: Started) -> None:
+    daemon = started(durable_every="2 steps")
+    with start_of(run_dirs, 4, A) as ranks:
+        train(ranks, 1, 2)
+        wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 2, "step 2 durable")
+        train(ranks, 3, 5)
+        together(ranks, WireRank.leave)
+    reply = daemon.request(RestoreRequest(job=JOB, step=2))
+    assert isinstance(reply, RestoreReply)
+    assert (reply.step, reply.world, len(reply.sources)) == (2, 4, 4)
+    with start_of(run_dirs, 1, B, reshard=True) as ranks:
+        checked(plans(ranks)[0], 4, 2)
+        train(ranks, 3, 3)
+        wait_until(lambda: ranks_in_memory(run_dirs) == {0}, lambda: f"still there: {shm_names(run_dirs)}")
+        together(ranks, WireRank.leave)
+    # The operator's form takes each checkpoint's own world: one rank saved this one.
+    reply = daemon.request(RestoreRequest(job=JOB, dry_run=True))
+    assert isinstance(reply, RestoreReply)
+    assert (reply.step, reply.world) == (3, 1)
+    assert daemon.status().counters["internal_errors"] == 0
 
 
 def test_a_rank_dies_while_the_others_load(run_dirs: RunDirs, daemon: Daemon) -> None:
@@ -251,37 +283,37 @@ def test_one_rank_that_asks_to_reshard_asks_for_all(run_dirs: RunDirs, daemon: D
             rank.close()
 
 
-def test_both_generations_are_counted_before_anything_is_made(run_dirs: RunDirs) -> None:
+def test_both_generations_are_counted_before_anything_is_made(run_dirs: RunDirs, started: Started) -> None:
     saved = tensors(0, elements=2 << 20)
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), memory_reserve="1 MiB") as daemon:
-        with start_of(run_dirs, 1, A) as ranks:
-            together(ranks, WireRank.restored)
-            ranks[0].declare(saved)
-            train(ranks, 1, 2)
-            together(ranks, WireRank.leave)
-        with start_of(run_dirs, 2, B, reshard=True) as ranks:
-            together(ranks, WireRank.restored)
-            with pytest.raises(NoRoom) as refused:
-                ranks[1].declare(tensors(1, elements=1 << 38))
-            said = r"own slots 1024\.0 GiB \+ slots of the restored step, until the first commit, 3\.0 MiB \+ reserve"
-            assert re.search(said, str(refused.value))
-            train(ranks, 3, 3)
-            together(ranks, WireRank.leave)
-        assert daemon.status().counters["internal_errors"] == 0
+    daemon = started(memory_reserve="1 MiB")
+    with start_of(run_dirs, 1, A) as ranks:
+        together(ranks, WireRank.restored)
+        ranks[0].declare(saved)
+        train(ranks, 1, 2)
+        together(ranks, WireRank.leave)
+    with start_of(run_dirs, 2, B, reshard=True) as ranks:
+        together(ranks, WireRank.restored)
+        with pytest.raises(NoRoom) as refused:
+            ranks[1].declare(tensors(1, elements=1 << 38))
+        said = r"own slots 1024\.0 GiB \+ slots of the restored step, until the first commit, 3\.0 MiB \+ reserve"
+        assert re.search(said, str(refused.value))
+        train(ranks, 3, 3)
+        together(ranks, WireRank.leave)
+    assert daemon.status().counters["internal_errors"] == 0
 
 
-def test_what_must_be_fetched_is_counted_before_the_first_byte(run_dirs: RunDirs) -> None:
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), durable_every="3 steps") as daemon:
-        saved_by(run_dirs, 3)
-        wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
-        daemon.terminate()
-        for path in sorted(run_dirs.shm.rglob("*"), reverse=True):
-            path.unlink() if path.is_file() else path.rmdir()
-    with Daemon(run_dirs, durable_dir=str(run_dirs.durable), memory_reserve="1 TiB") as daemon:
-        said = r"slots of the restored step, until the first commit, 3\.0 MiB \+ reserve 1024\.0 GiB"
-        with pytest.raises(NoRoom, match=said), start_of(run_dirs, 1, B, reshard=True):
-            pytest.fail("it does not fit")
-        assert list(run_dirs.shm.rglob("*.slot-*")) == []
+def test_what_must_be_fetched_is_counted_before_the_first_byte(run_dirs: RunDirs, started: Started) -> None:
+    daemon = started(durable_every="3 steps")
+    saved_by(run_dirs, 3)
+    wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
+    daemon.terminate()
+    for path in sorted(run_dirs.shm.rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    daemon = started(memory_reserve="1 TiB")
+    said = r"slots of the restored step, until the first commit, 3\.0 MiB \+ reserve 1024\.0 GiB"
+    with pytest.raises(NoRoom, match=said), start_of(run_dirs, 1, B, reshard=True):
+        pytest.fail("it does not fit")
+    assert list(run_dirs.shm.rglob("*.slot-*")) == []
 
 
 def test_the_layout_of_a_running_job(run_dirs: RunDirs, daemon: Daemon) -> None:
