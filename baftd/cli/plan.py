@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 _MODES = ("auto", "replicas", "peer", "parity", "none")
 _NODE_RANKS = 8
 """Ranks of a node where nothing else is known."""
+_MOST_LOST = 32
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +141,8 @@ def _check(arguments: argparse.Namespace, layout: Layout) -> None:
     for name in ("window_bytes", "ranks_per_node", "copies", "node_memory", "lose"):
         if getattr(arguments, name) == 0:
             raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
+    if arguments.lose > _MOST_LOST:
+        raise UsageError(f"--lose {arguments.lose}: losses of up to {_MOST_LOST} nodes are looked at.")
     if arguments.redundancy in ("replicas", "parity", "none") and arguments.copies > 1:
         raise UsageError(f"--copies is of peer, but --redundancy is {arguments.redundancy}.")
     if arguments.group < 2:

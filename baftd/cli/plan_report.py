@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from math import ceil, comb, isinf
 from typing import TYPE_CHECKING, Any
 
@@ -285,8 +286,9 @@ def survival_sentences(plan: Plan) -> list[str]:
     if whole:
         which = "any one node" if whole[-1] == 1 else f"any {whole[-1]} nodes"
         said.append(f"{which}: whole, {_FROM[plan.choice.mode]}")
+    ranges = set(survival.breaking)
     left = "the newest durable step remains" if survival.durable else "nothing remains, there is no durable tier"
-    small = [one for one in survival.small if not any(other <= one for other in survival.breaking)]
+    small = [one for one in survival.small if not _within(one, ranges)]
     for lost, what in (
         (survival.breaking, "lost in memory"),
         (small, "small state of a rank (RNG, data position) lost in memory"),
@@ -295,6 +297,15 @@ def survival_sentences(plan: Plan) -> list[str]:
             sets = [one for one in lost if len(one) == number]
             said.append(f"{_said_sets(sets, number, nodes)}: {what}; {left}")
     return said
+
+
+def _within(lost: frozenset[str], sets: set[frozenset[str]]) -> bool:
+    """Whether one of `sets` is lost with `lost`."""
+    if lost in sets:
+        return True
+    if 1 << len(lost) > len(sets):
+        return any(one < lost for one in sets)
+    return any(frozenset(some) in sets for count in range(1, len(lost)) for some in combinations(lost, count))
 
 
 def _said_sets(sets: list[frozenset[str]], number: int, nodes: int) -> str:

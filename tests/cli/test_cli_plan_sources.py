@@ -59,6 +59,7 @@ def layout(tmp_path: Path) -> str:
         ((*GPT, "--window-bytes", "0"), "--window-bytes is 0: it must be more"),
         ((*GPT, "--ranks-per-node", "0"), "--ranks-per-node is 0: it must be more"),
         ((*GPT, "--lose", "0"), "--lose is 0: it must be more"),
+        ((*GPT, "--lose", "33"), "--lose 33: losses of up to 32 nodes are looked at"),
         ((*GPT, "--copies", "0"), "--copies is 0: it must be more"),
         ((*GPT, "--group", "1"), "a parity group needs 2 nodes or more"),
         ((*GPT, "--dp", "2", "--rank", "2"), "--rank 2 is outside of ranks 0 to 1"),
