@@ -10,7 +10,7 @@ from baftd.checkpoint.ranges import Box
 from baftd.checkpoint.redundancy import MODES, Choice, Offer, choose
 from baftd.checkpoint.savers import divide, everyone
 from baftd.checkpoint.shard import TensorEntry
-from baftd.checkpoint.slot_memory import NodeMemory, memory_per_node, room_problem, slot_bytes
+from baftd.checkpoint.slot_memory import NodeMemory, memory_per_node, room_problem, said_bytes, slot_bytes
 from baftd.checkpoint.survival import Protection
 from baftd.errors import UsageError
 
@@ -222,6 +222,22 @@ def test_both_generations_must_fit_while_laid_out_anew() -> None:
     assert third["node0"].before == second["node0"].slots  # the first is gone by then
     moved = memory_per_node(divide(data_parallel()), dict.fromkeys(range(8), "new"), protection, before=first)
     assert moved["node3"] == NodeMemory(before=first["node3"].slots)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "needed", "there"),
+    [
+        (0, "0 KiB", "0 KiB"),
+        (1, "1 KiB", "0 KiB"),
+        (1025, "2 KiB", "1 KiB"),
+        (MIB - 1, "1024 KiB", "1023 KiB"),
+        (MIB, "1.0 MiB", "1.0 MiB"),
+        (1 << 30, "1.0 GiB", "1.0 GiB"),
+        ((1 << 30) + 1, "1.1 GiB", "1.0 GiB"),
+    ],
+)
+def test_sizes_are_rounded_to_the_safe_side(nbytes: int, needed: str, there: str) -> None:
+    assert (said_bytes(nbytes), said_bytes(nbytes, up=False)) == (needed, there)
 
 
 def test_too_little_room_is_told_with_the_number() -> None:

@@ -161,6 +161,13 @@ def test_a_set_that_contains_a_smaller_one_says_nothing_new() -> None:
     assert survival.breaking == (*alone, frozenset(("n14", "n15")), frozenset(("n14", "n17", "n18")))
 
 
+def spread_over(world: int) -> Layout:
+    builder = LayoutBuilder(world)
+    for rank in range(world):
+        builder.own("w", "F32", (4,), rank)
+    return builder.build()
+
+
 def test_many_parity_groups_are_found_at_once() -> None:
     nodes = [f"n{number:05}" for number in range(20_000)]
     protection = Protection.of("parity", nodes, group=4)
@@ -171,6 +178,10 @@ def test_placement() -> None:
     assert ring(["a", "b", "c"], 2) == {"a": ("b", "c"), "b": ("c", "a"), "c": ("a", "b")}
     assert ring(["a", "b"], 5) == {"a": ("b",), "b": ("a",)}
     assert ring(["a"], 1) == {"a": ()}
+    assert ring(["a", "b", "c"]) == {"a": ("b",), "b": ("c",), "c": ("a",)}
+    backwards = {rank: f"n{4 - rank}" for rank in range(5)}
+    spread = survivability(divide(spread_over(5)), backwards, Protection.of("none", ()))
+    assert spread.nodes == ("n0", "n1", "n2", "n3", "n4")
     assert parity_groups(list("abcdefghij"), 4) == (tuple("abc"), tuple("def"), tuple("ghij"))
     assert parity_groups(list("abcde"), 4) == (tuple("ab"), tuple("cde"))
     assert parity_groups(list("abc"), 2) == (tuple("abc"),)  # nobody is left alone

@@ -18,6 +18,7 @@ from baftd.checkpoint.layout import Layout
 from baftd.checkpoint.mesh import ParallelDescription
 from baftd.checkpoint.ranges import Box, whole
 from baftd.checkpoint.savers import coverage_problem, divide, everyone
+from baftd.cli.plan_sources import whole_numbers
 from baftd.errors import UsageError
 from baftd.formats.megatron import flat_parts, megatron_layout, stage_runs
 from baftd.formats.presets import PRESETS, preset
@@ -262,3 +263,30 @@ def test_the_suggested_stages_are_taken() -> None:
     with pytest.raises(UsageError, match=r"--stage-layers 7,8x14,7\."):
         stage_runs(126, 16)
     assert sum(map(len, stage_runs(126, 16, (7, *[8] * 14, 7)))) == 126
+    for layers in range(1, 40):
+        for stages in range(1, 12):
+            if layers % stages:
+                with pytest.raises(UsageError) as caught:
+                    stage_runs(layers, stages)
+                suggested = whole_numbers(str(caught.value).split("--stage-layers ")[1].removesuffix("."))
+                assert sum(map(len, stage_runs(layers, stages, suggested))) == layers
+                assert max(suggested) - min(suggested) == 1
+
+
+def test_one_bucket_is_what_is_usual() -> None:
+    usual, one, many = (made(small(), "dp=3,zero=1", **given).digest() for given in ({}, {"bucket": 0}, {"bucket": 1}))
+    assert usual == one != many
+
+
+def test_each_rank_of_a_large_model_holds_what_can_be_worked_out_by_hand() -> None:
+    """gpt-175b over tp 8, pp 16, dp 16: 6 layers a stage; h = 12288; 2 bytes a parameter, 12 for its states."""
+    h, width = 12288, 12288 // 8
+    layer = 12 * h * width + 7 * width + 6 * h  # qkv, proj, fc1, fc2; biases that are cut; whole biases and two norms
+    table = 51200 * width  # 50257 padded to a multiple of 128 x 8
+    ends = {0: table + 2048 * h, 15: table + 2 * h}  # with positions; with the final norm
+    for zero, divided in ((0, (1, 1)), (1, (1, 16)), (3, (16, 16))):
+        layout = megatron_layout(preset("gpt-175b"), ParallelDescription.parse(f"tp=8,pp=16,dp=16,zero={zero}"))
+        for rank in (0, 7, 127, 128, 1000, 1919, 1920, 2047):
+            size = 6 * layer + ends.get(rank // 128, 0)
+            expected = 2 * size / divided[0] + 12 * size / divided[1]
+            assert abs(layout.bytes_of(rank) - expected) <= 14 * 128 * 128, (zero, rank)
