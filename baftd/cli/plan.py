@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.save_layout is not None:
         _save(layout, arguments.save_layout)
     nodes = _nodes(arguments, source)
+    known = arguments.ranks_per_node is not None or source.node_of_rank is not None or layout.world == 1
     others = len(set(nodes)) - 1
     if arguments.copies > max(1, others):
         raise UsageError(
@@ -109,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         group=arguments.group,
         lose=arguments.lose,
         slots=source.slots,
+        nodes_are="" if known else f" of up to {_NODE_RANKS} ranks (supposed: --ranks-per-node)",
     )
     refusal = plan.refusal()
     first, last = arguments.show_ranks or (0, 0)

@@ -55,6 +55,8 @@ class Plan:
     lose: int
     stages: list[StageRow]
     savers: list[SaverRow]
+    nodes_are: str
+    """Said behind their number: that they are a guess."""
 
     @staticmethod
     def of(
@@ -70,6 +72,7 @@ class Plan:
         group: int,
         lose: int,
         slots: int | None = None,
+        nodes_are: str = "",
     ) -> Plan:
         """Choose a mode, prove that it saves every byte, and count. Sizes are bytes: window_bytes of each rank a step,
         network_bytes of each node a step, node_memory of each node; None where nothing is known. slots: of each rank,
@@ -107,6 +110,7 @@ class Plan:
             lose=lose,
             stages=stage_rows(layout, divided, chosen),
             savers=saver_rows(layout, chosen),
+            nodes_are=nodes_are,
         )
 
     @property
@@ -149,7 +153,7 @@ def print_plan(plan: Plan, ranks: range, rank: int | None) -> None:
     """Print everything: a table of stages, savers and modes, and sentences."""
     layout = plan.source.layout
     nodes = len(set(plan.nodes))
-    say(f"{plan.source.words}, on {nodes} node{'s' * (nodes != 1)}")
+    say(f"{plan.source.words}, on {nodes} node{'s' * (nodes != 1)}{plan.nodes_are}")
     times = layout.held_bytes / layout.unique_bytes if layout.unique_bytes else 1.0
     say(
         f"{len(layout.tensors)} tensors of {size(layout.unique_bytes)}; on all ranks together "
@@ -332,8 +336,10 @@ def document(plan: Plan, ranks: range, rank: int | None, refusal: NoRoom | None)
     layout = plan.source.layout
     offer = plan.offer
     needs = {node: {**asdict(memory), "total": memory.total} for node, memory in offer.memory.items()}
-    breaking = sorted((sorted(one) for one in offer.survival.breaking), key=lambda one: (len(one), one))
-    small = sorted((sorted(one) for one in offer.survival.small), key=lambda one: (len(one), one))
+    breaking, small = (
+        sorted((sorted(one) for one in sets if len(one) <= plan.lose), key=lambda one: (len(one), one))
+        for sets in (offer.survival.breaking, offer.survival.small)
+    )
     found: dict[str, Any] = {
         "source": plan.source.words,
         "world": layout.world,
@@ -370,8 +376,9 @@ def document(plan: Plan, ranks: range, rank: int | None, refusal: NoRoom | None)
         "survival": {
             "durable": offer.survival.durable,
             "any": {str(count): offer.survival.survives_any(count) for count in range(1, plan.lose + 1)},
-            "breaking": [one for one in breaking if len(one) <= plan.lose][:_SETS_IN_JSON],
-            "breaking_small_state": [one for one in small if len(one) <= plan.lose][:_SETS_IN_JSON],
+            "breaking": breaking[:_SETS_IN_JSON],
+            "breaking_small_state": small[:_SETS_IN_JSON],
+            "sets": {"breaking": len(breaking), "breaking_small_state": len(small)},  # of which the first are listed
             "sentences": survival_sentences(plan),
         },
     }

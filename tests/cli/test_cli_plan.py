@@ -57,7 +57,7 @@ def test_bytes_before_and_after(cli: Cli, declared: Path) -> None:
 def test_the_table(cli: Cli, declared: Path) -> None:
     code, out, err = cli("plan", "--layout", str(declared), "--ranks-per-node", "2", "--durable")
     assert (code, err) == (0, "")
-    assert "declaration two-stages.json, 4 ranks, on 2 nodes" in out
+    assert "declaration two-stages.json, 4 ranks, on 2 nodes\n" in out
     assert "3 tensors of 10.0 MiB; on all ranks together 24.0 MiB, 2.40 times as much" in out
     assert re.search(r"^0-1 +4 +6\.00 MiB +2\.50 MiB$", out, re.MULTILINE)
     assert re.search(r"^0-1 +2 ranks along dp +4 +8\.00 MiB +2\.00 MiB$", out, re.MULTILINE)
@@ -74,6 +74,7 @@ def test_replicas_where_each_lies_on_a_node_of_its_own(cli: Cli, declared: Path)
     code, found = cli.json(*given, "--lose", "3")
     assert code == 0
     assert found["redundancy"]["mode"] == "replicas"
+    assert found["survival"]["sets"] == {"breaking": 2, "breaking_small_state": 4}
     assert found["bytes"]["saved"] == 24 * MIB
     assert found["survival"]["any"] == {"1": True, "2": False, "3": False}
     assert found["survival"]["breaking"] == [["node-0", "node-1"], ["node-2", "node-3"]]
@@ -293,7 +294,10 @@ def test_a_large_preset_prints_few_lines(cli: Cli) -> None:
     given = ("--preset", "gpt-175b", "--tp", "8", "--pp", "16", "--dp", "16", "--window-bytes", "2GiB")
     code, out, err = cli("plan", *given)
     assert (code, err) == (0, "")
-    assert "gpt-175b (174.6 billion parameters), tp 8 x dp 16 x pp 16, 2048 ranks, on 256 nodes" in out
+    assert (
+        "gpt-175b (174.6 billion parameters), tp 8 x dp 16 x pp 16, 2048 ranks, on 256 nodes of up to 8 ranks (supposed: "
+        "--ranks-per-node)\n"
+    ) in out
     assert len(out.splitlines()) < 40
     assert re.search(r"^1-14 +1792 +17\.7 GiB +1\.11 GiB$", out, re.MULTILINE)
 
