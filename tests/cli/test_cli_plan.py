@@ -295,8 +295,8 @@ def test_a_large_preset_prints_few_lines(cli: Cli) -> None:
     code, out, err = cli("plan", *given)
     assert (code, err) == (0, "")
     assert (
-        "gpt-175b (174.6 billion parameters), tp 8 x dp 16 x pp 16, 2048 ranks, on 256 nodes of up to 8 ranks (supposed: "
-        "--ranks-per-node)\n"
+        "gpt-175b (174.6 billion parameters), tp 8 x dp 16 x pp 16, 2048 ranks, "
+        "on 256 nodes of up to 8 ranks (supposed: --ranks-per-node)\n"
     ) in out
     assert len(out.splitlines()) < 40
     assert re.search(r"^1-14 +1792 +17\.7 GiB +1\.11 GiB$", out, re.MULTILINE)
