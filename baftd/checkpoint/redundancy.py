@@ -12,8 +12,8 @@ can be sent, of the busiest node, per step. Over 1 a snapshot at every step does
 
 Where windows or network are not known (nothing measured yet), costs of replicas and of copies cannot be compared. Of
 those that do not cost more than a step, as far as is known, "auto" then takes replicas where they need no more memory
-than copies, else copies. Peer and parity send the same: peer goes first, since it survives more pairs of lost nodes and
-is read back from one node; parity is for nodes without the memory for copies.
+than copies, else copies. Peer and parity send the same: peer goes first, since a lost node is read back from one other
+and not from a group; parity is for nodes without the memory for copies.
 """
 
 from __future__ import annotations

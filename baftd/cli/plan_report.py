@@ -31,6 +31,7 @@ __all__ = ["Plan", "document", "print_plan"]
 
 _SETS_IN_JSON = 1000
 _SETS_SHOWN = 3
+_ONE_NODE = "this version runs jobs of one node: what is sent to other nodes here is planned for a later one"
 _FROM = {
     "replicas": "from the other replicas",
     "peer": "from copies on other nodes",
@@ -118,6 +119,11 @@ class Plan:
         """The mode that was chosen."""
         return self.choice.offer
 
+    @property
+    def notes(self) -> list[str]:
+        """What the plan reckons with, but cannot be had yet."""
+        return [_ONE_NODE] if len(set(self.nodes)) > 1 else []
+
     def fullest_node(self) -> str:
         """The node whose slots need most."""
         memory = self.offer.memory
@@ -176,6 +182,8 @@ def print_plan(plan: Plan, ranks: range, rank: int | None) -> None:
     say("when nodes are lost:")
     for sentence in survival_sentences(plan):
         say(f"  {sentence}")
+    for note in plan.notes:
+        say(f"note: {note}")
     if len(ranks):
         print()
         _print_ranks(plan, ranks)
@@ -382,6 +390,8 @@ def document(plan: Plan, ranks: range, rank: int | None, refusal: NoRoom | None)
             "sentences": survival_sentences(plan),
         },
     }
+    if plan.notes:
+        found["notes"] = plan.notes
     if refusal is not None:
         found["refused"] = {"code": refusal.code, "message": refusal.message, "hint": refusal.hint}
     if len(ranks):

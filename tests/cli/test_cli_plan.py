@@ -74,6 +74,10 @@ def test_replicas_where_each_lies_on_a_node_of_its_own(cli: Cli, declared: Path)
     code, found = cli.json(*given, "--lose", "3")
     assert code == 0
     assert found["redundancy"]["mode"] == "replicas"
+    assert found["notes"] == [
+        "this version runs jobs of one node: what is sent to other nodes here is planned for a later one"
+    ]
+    assert "\ncommit plan: 3 parts for every byte, 4 for the ranks' small states\n" in cli(*given)[1]
     assert found["survival"]["sets"] == {"breaking": 2, "breaking_small_state": 4}
     assert found["bytes"]["saved"] == 24 * MIB
     assert found["survival"]["any"] == {"1": True, "2": False, "3": False}
@@ -207,6 +211,7 @@ def test_one_node_survives_nothing_and_says_so(cli: Cli, declared: Path) -> None
     assert code == 0
     assert "redundancy: none, as nothing else will do: see above" in out
     assert "  the node: lost in memory; nothing remains, there is no durable tier" in out
+    assert "note: " not in out
 
 
 def test_ranks_and_shares(cli: Cli, declared: Path) -> None:
