@@ -138,9 +138,9 @@ class Plan:
         problem = room_problem(self.offer.memory, self.node_memory)
         if not problem:
             return None
-        need = self.offer.memory[self.fullest_node()].total
+        need = self.offer.node_memory
         ways = ["give it more shared memory", "spread the job over more nodes (--ranks-per-node)"]
-        most = {offer.mode: max(memory.total for memory in offer.memory.values()) for offer in self.choice.offers}
+        most = {offer.mode: offer.node_memory for offer in self.choice.offers}
         best = min(most, key=lambda mode: most[mode])
         if most[best] < need:
             ways.append(f"take --redundancy {best} ({size(most[best])})")
@@ -199,7 +199,6 @@ def print_plan(plan: Plan, ranks: range, rank: int | None) -> None:
 def _print_modes(plan: Plan) -> None:
     rows = []
     for offer in plan.choice.offers:
-        memory = max(one.total for one in offer.memory.values())
         copies = offer.assignment.bytes_of(offer.assignment.fullest)
         rows.append(
             [
@@ -208,9 +207,9 @@ def _print_modes(plan: Plan) -> None:
                 _percent(offer.window_fill) if plan.window_bytes is not None else "-",
                 size(offer.network_bytes),
                 _percent(offer.network_fill) if plan.network_bytes is not None else "-",
-                size(memory),
+                size(offer.node_memory),
                 "yes" if offer.survives else "no",
-                _said_problem(plan, offer, memory),
+                _said_problem(plan, offer),
             ]
         )
     columns = ["mode", "a rank copies", "of windows", "a node sends", "of network", "node memory", "one node lost"]
@@ -231,10 +230,10 @@ def _print_ranks(plan: Plan, ranks: range) -> None:
     print_table(columns, rows, right=["rank", "holds", "divided", "saves"])
 
 
-def _said_problem(plan: Plan, offer: Offer, memory: int) -> str:
+def _said_problem(plan: Plan, offer: Offer) -> str:
     """Why a mode will not do; short, since the row has the numbers."""
-    if plan.node_memory is not None and memory > plan.node_memory:
-        return f"{size(memory - plan.node_memory)} of node memory missing"
+    if plan.node_memory is not None and offer.node_memory > plan.node_memory:
+        return f"{size(offer.node_memory - plan.node_memory)} of node memory missing"
     return offer.problem
 
 
@@ -413,7 +412,7 @@ def _offer(plan: Plan, offer: Offer) -> dict[str, Any]:
         "window_fill": _fill(offer.window_fill, plan.window_bytes),
         "network_bytes": offer.network_bytes,
         "network_fill": _fill(offer.network_fill, plan.network_bytes),
-        "node_memory": max(memory.total for memory in offer.memory.values()),
+        "node_memory": offer.node_memory,
         "survives_one_node": offer.survives,
         "problem": offer.problem,
     }

@@ -144,6 +144,33 @@ def test_auto_takes_what_fits_and_refuses_when_nothing_does(cli: Cli, declared: 
     assert "Give it more shared memory or spread the job over more nodes (--ranks-per-node)." in err
 
 
+def test_the_fullest_of_nodes_is_what_counts(cli: Cli, declared: Path) -> None:
+    """Three ranks on one node, one on the other."""
+    for mode in ("replicas", "peer", "parity", "none"):
+        given = ("plan", "--layout", str(declared), "--ranks-per-node", "3", "--redundancy", mode)
+        _, found = cli.json(*given)
+        nodes = {node: need["total"] for node, need in found["memory"]["nodes"].items()}
+        assert nodes["node-0"] != nodes["node-1"]
+        offered = {offer["mode"]: offer["node_memory"] for offer in found["redundancy"]["offers"]}
+        assert offered[mode] == max(nodes.values()) == nodes[found["memory"]["fullest_node"]]
+
+
+@pytest.mark.parametrize(
+    ("world", "words"),
+    [
+        (6, "node-0 and node-1 together; node-2 and node-3 together; node-4 and node-5 together: lost"),
+        (8, "node-0 and node-1 together; node-2 and node-3 together; node-4 and node-5 together; or 1 other set: lost"),
+        (2, "any 2 nodes together: lost"),
+    ],
+)
+def test_the_first_three_sets_are_named(cli: Cli, tmp_path: Path, world: int, words: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(json.dumps({"world": world, "tensors": [{"name": "w", "shape": [world], "dtype": "F32"}]}))
+    given = ("--ranks-per-node", "1", "--redundancy", "parity", "--group", "2")
+    _, out, _ = cli("plan", "--layout", str(path), *given)
+    assert f"\n  {words} in memory; nothing remains" in out
+
+
 def test_what_is_not_known_is_null(cli: Cli, declared: Path) -> None:
     given = ("plan", "--layout", str(declared), "--ranks-per-node", "1")
     _, found = cli.json(*given)
