@@ -381,7 +381,9 @@ class Checkpointer:
         for name in common.not_carried:
             reasons[common.why[name]].append(name)
         for why, names in reasons.items():
-            self._log.warning(
+            # All ranks have read the same; only which modules have states of their own may differ.
+            shared = self.rank != 0 and not any(name.startswith("modules.") for name in names)
+            (self._log.info if shared else self._log.warning)(
                 "not_carried",
                 step=shards.step,
                 names=",".join(names),

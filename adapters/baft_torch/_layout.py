@@ -81,6 +81,11 @@ class Held:
         """Why what this rank saves cannot be taken to another layout: beside a problem, that a part is not declared."""
         return self.problem or (self.remark if self.cut and not self.declared else "")
 
+    @property
+    def told(self) -> list[Any]:
+        """Shape of the whole and boxes of the parts as plain data: what is known of parts that are not declared."""
+        return [list(self.shape), [[list(span) for span in part.box] for part in self.parts]]
+
     def own(self, *, problem: str = "", remark: str = "") -> Held:
         """The same, told to nobody."""
         return replace(self, declared=False, problem=problem or self.problem, remark=remark or self.remark)

@@ -196,7 +196,8 @@ class ModelTree:
             if isinstance(module, nn.parallel.DistributedDataParallel):
                 size = replicas = module.process_group.size()
                 replicated = size == ranks or ranks is None
-                broadcast = module.broadcast_buffers and size > 1
+                told = self.layout.parallel is not None or self.layout.names is not None
+                broadcast = module.broadcast_buffers and size > 1 and (replicated or told)
                 ignored = frozenset(module.parameters_to_ignore)
                 module = module.module
             elif isinstance(module, nn.parallel.DataParallel):

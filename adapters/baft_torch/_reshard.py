@@ -24,6 +24,7 @@ from baft_torch._saved_state import SavedState, Shards, by_ranks
 from baft_torch._small import from_tree
 from baft_torch._state import Item, TrainingState
 from baft_torch._targets import Target
+from baft_torch._tensors import is_dtensor
 from baftd.checkpoint.ranges import whole
 from baftd.checkpoint.reshard import find_reads
 from baftd.errors import ModelMismatch
@@ -48,6 +49,8 @@ class ReshardPlan:
     """Base names of saved tensors that are the same as others that are taken."""
     said: list[str] = field(default_factory=list)
     """Choices that were made, a sentence each."""
+    hint: str = ""
+    """What can be done about differences, beside what can always be."""
 
     def apply(self, state: TrainingState) -> None:
         """Write it all into `state`. Raises VerificationFailed for bytes that are not what their digest says."""
@@ -99,11 +102,11 @@ def plan_reshard(
     problems += _plan_small(plan, smalls, state, extra, loader)
     problems += _unclaimed(plan, agreement, failed=bool(problems))
     if problems:
-        raise _mismatch(problems, shards, rank)
+        raise _mismatch(problems, shards, rank, plan.hint)
     return plan
 
 
-def _mismatch(problems: Sequence[str], shards: Shards, rank: int) -> ModelMismatch:
+def _mismatch(problems: Sequence[str], shards: Shards, rank: int, hint: str) -> ModelMismatch:
     problems = list(dict.fromkeys(problems))
     more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
     ranks = "1 rank" if shards.world == 1 else f"{shards.world} ranks"
@@ -113,7 +116,7 @@ def _mismatch(problems: Sequence[str], shards: Shards, rank: int) -> ModelMismat
         hint="Only the layout of model and optimizers may differ from what was saved. Layers that each pipeline stage "
         "counts anew need names that do not repeat: attach(names=...). Plain tensors that are equal on some ranks, or "
         "parts of one whole, must have been said to be so when they were saved: attach(parallel=...) or "
-        "attach(layout=...).",
+        f"attach(layout=...); to say it now, go on in the old layout for a step with it.{hint}",
     )
 
 
@@ -131,7 +134,7 @@ def _plan_model(plan: ReshardPlan, state: TrainingState) -> list[str]:
     buffers = {named.name for named in state.models.buffers()}
     broadcast = plan.saved.broadcast()
     done: set[int] = set()
-    first: dict[str, int] = {}
+    chosen: dict[str, list[str]] = {}
     for name, item in model_items(state).items():
         if id(item) in done:
             continue
@@ -142,21 +145,17 @@ def _plan_model(plan: ReshardPlan, state: TrainingState) -> list[str]:
             continue
         source: int | None = None
         if name in buffers:
-            source, problem = _source_of_buffer(plan, item, broadcast.get(item.base, set()))
-            if problem:
-                problems.append(problem)
+            source, why = _source_of_buffer(plan, item, broadcast.get(item.base, set()))
+            if source is None and why:
+                problems.append(why)
                 continue
             if source is not None:
-                first[name] = source
+                chosen.setdefault(f"those of the first one (rank {source}) are taken, {why}", []).append(name)
         plan.tensors.append(_live_target(plan.saved, item, source))
         problems += _plan_tied(plan, item, state)
-    if first:
-        name, rank = next(iter(first.items()))
-        more = f" and {len(first) - 1} more" if len(first) > 1 else ""
-        plan.said.append(
-            f"buffers differ between replicas ({name}{more}): those of the first one (rank {rank}) are taken, which "
-            "DistributedDataParallel would have given to all at the next forward pass"
-        )
+    for what, names in chosen.items():
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        plan.said.append(f"buffers differ between replicas ({names[0]}{more}): {what}")
     return problems
 
 
@@ -188,7 +187,7 @@ def _live_target(saved: SavedState, item: Item, from_rank: int | None) -> Target
 
 
 def _source_of_buffer(plan: ReshardPlan, item: Item, broadcast: Collection[int]) -> tuple[int | None, str]:
-    """Whose buffer is taken where those of several ranks differ (None: any), or why nobody's can be."""
+    """Whose buffer is taken where those of several ranks differ (None: any) and why, or why nobody's can be."""
     asked = plan.saved.wanted_name(item.entry.name, item.base)
     holders = [
         holder
@@ -200,11 +199,17 @@ def _source_of_buffer(plan: ReshardPlan, item: Item, broadcast: Collection[int])
     box = whole(item.held.shape)
     if all(plan.shards.same_bytes(holders[0], other, box) for other in holders[1:]):
         return None, ""
-    if set(ranks) <= set(broadcast):
-        return min(ranks), ""
+    one_name = len({holder.entry.name for holder in holders}) == 1  # not those of several stages, in one word
+    if one_name and set(ranks) <= set(broadcast):
+        return min(ranks), "which DistributedDataParallel would have given to all at the next forward pass"
+    if one_name and item.held.declared and not item.held.cut and not is_dtensor(item.live):
+        return min(ranks), "since attach(layout=) calls them replicated"
+    plan.hint = plan.hint or (
+        f" Of buffers that each rank keeps for itself (running statistics), attach(layout={{{item.entry.name!r}: "
+        f"'replicated'}}) takes those of rank {min(ranks)}."
+    )
     return None, (
-        f"tensor {item.base!r}, a buffer, differs among {by_ranks(ranks)} that saved it, and nothing says whose counts "
-        "(one that is the same everywhere is taken, or rank 0's under DistributedDataParallel)"
+        f"tensor {item.base!r}, a buffer, differs among {by_ranks(ranks)} that saved it, and nothing says whose counts"
     )
 
 
@@ -232,6 +237,12 @@ def _unclaimed(plan: ReshardPlan, agreement: Agreement | None, *, failed: bool) 
     taken = {plan.saved.base(target.asked) for target in _targets(plan)}
     taken |= plan.tied.union(*(tree.tied for tree in plan.trees))
     *claims, other_failed = agreement.any([*(name in taken for name in names), failed])
+    if other_failed and not failed:
+        raise ModelMismatch(
+            f"step {plan.shards.step} is not loaded: another rank of this start cannot be given what it needs. On this "
+            "rank nothing was changed.",
+            hint="The message of that rank says what is missing.",
+        )
     if other_failed:
         return []  # somebody's claims are incomplete
     claimed = {name for name, claim in zip(names, claims, strict=True) if claim}

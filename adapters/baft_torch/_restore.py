@@ -133,8 +133,11 @@ def load(image: Image, state: TrainingState, small: Mapping[str, Any]) -> None:
 def differences(image: Image, state: TrainingState, small: Mapping[str, Any]) -> list[str]:
     """One sentence for each thing that keeps the image from being loaded as it is; call `state.rebuild()` before."""
     saved = _Saved.of(image)
-    return _model_differences(saved, model_items(state), state) + _optimizer_differences(
-        small.get("optimizers", []), state
+    live = model_items(state)
+    return (
+        _model_differences(saved, live, state)
+        + _moved_parts(saved, live, small.get("parts", {}))
+        + _optimizer_differences(small.get("optimizers", []), state)
     )
 
 
@@ -177,6 +180,21 @@ def _tensor_differences(name: str, rows: _Rows, item: Item) -> list[str]:
     if saved.ranges is not None and live.ranges is not None and saved.ranges != live.ranges:
         return [f"{name} was saved as the part {list(saved.ranges)} of the whole and is {list(live.ranges)}"]
     return []
+
+
+def _moved_parts(saved: _Saved, live: Mapping[str, Item], parts: Mapping[str, Any]) -> list[str]:
+    """Parts of wholes that are not declared, then or now, say nothing by their entries: of another mesh of the same
+    size a rank may hold another part of the same shape."""
+    found: list[str] = []
+    for name in sorted(set(live) & set(saved.tensors)):
+        rows, held = saved.tensors[name], live[name].held
+        was = parts.get(rows.first.name)
+        if was is None and not held.declared and held.cut and rows.first.global_shape is not None:
+            boxes = [[list(span) for span in entry.ranges or ()] for _, entry in rows.entries]
+            was = [list(rows.first.global_shape), boxes]
+        if was is not None and not held.problem and held.flat is None and was != held.told:
+            found.append(f"{name} was saved as the part {was[1]} of {was[0]} and is {held.told[1]} of {held.told[0]}")
+    return found
 
 
 def _entries(item: Item) -> list[TensorEntry]:

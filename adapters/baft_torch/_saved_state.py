@@ -105,9 +105,12 @@ class SavedState:
         self._kept: dict[str, str] | None = None
         self._tied: dict[str, set[str]] = {}
         """Base name of a parameter -> other names of the same tensor."""
+        self._equal: set[str] = set()
+        """Names of parts that nobody declared, and that ranks with the same part saved equal."""
         entries = {rank: self._read_rank(rank, small) for rank, small in smalls.items()}
+        self._declare_equal(entries)
         for rank, at, param, key, like in self._local:
-            if param.local[key]:
+            if param.local[key] and like not in self._equal:
                 self._cut(entries[rank], at, like)
         self.tensors = SavedSet.of(
             entries, shards.same_bytes, base=self.base, exact=exact
@@ -171,6 +174,8 @@ class SavedState:
             self._kept = {}
             for rank, small in self.smalls.items():
                 for name, reason in small.get("not_transferable", {}).items():
+                    if name in self._equal:
+                        continue
                     said = f"tensor {name!r} of rank {rank} cannot be taken over: {reason}"
                     self._kept.setdefault(self.base(name), said)
         return self._kept.get(base, "")
@@ -222,6 +227,37 @@ class SavedState:
                     self._tied.setdefault(name, set()).update(names_of)
         return found
 
+    def _declare_equal(self, entries: Mapping[int, list[tuple[str, TensorEntry]]]) -> None:
+        """Give entries their ranges where the ranks knew them, and did not know who else has the same tensor: every
+        element that several ranks have must be the same on all of them, which only now can be seen."""
+        known = {name for small in self.smalls.values() for name in small.get("parts", {})}
+        found: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
+        for rank, saved in entries.items():
+            for at, (_, entry) in enumerate(saved):
+                if entry.name in found:
+                    found[entry.name].append((rank, at))
+        for name, places in found.items():
+            made = [_with_part(entries[rank][at], self.smalls[rank], rank) for rank, at in places]
+            whole = [each for each in made if each is not None]
+            if len(whole) == len(made) and self._same_whole(whole):
+                self._equal.add(name)
+                for (rank, at), each in zip(places, whole, strict=True):
+                    entries[rank][at] = (each.stored_name, each.entry)
+
+    def _same_whole(self, parts: Iterable[SavedTensor]) -> bool:
+        """Whether parts of one name can be parts of one tensor: what they have in common is equal in every byte."""
+        seen: list[SavedTensor] = []
+        for part in parts:
+            for other in seen:
+                if (part.entry.dtype, part.entry.global_shape) != (other.entry.dtype, other.entry.global_shape):
+                    return False
+                box = intersection(part.entry.ranges or (), other.entry.ranges or ())
+                if box is not None and not self.shards.same_bytes(other, part, box):
+                    return False
+            if all(part.entry.ranges != other.entry.ranges for other in seen):
+                seen.append(part)
+        return True
+
     @staticmethod
     def _cut(entries: list[tuple[str, TensorEntry]], at: int, like: str) -> None:
         """Give an entry the ranges of the parameter `like` of the same rank, whose local shape it has."""
@@ -247,6 +283,18 @@ class SavedState:
     def _param(self, name: str, number: int, stages: Iterable[int]) -> SavedParam:
         base = param_base(name, number, tuple(stages))
         return self._params.setdefault(base, {}).setdefault(name, SavedParam(name, base))
+
+
+def _with_part(saved: tuple[str, TensorEntry], small: Mapping[str, Any], rank: int) -> SavedTensor | None:
+    """A rank's own tensor as the part that the rank knew it to be; None where it is several parts, or not known."""
+    stored, entry = saved
+    shape, boxes = small.get("parts", {}).get(entry.name, ((), ()))
+    ranges = tuple((int(start), int(stop)) for start, stop in boxes[0]) if len(boxes) == 1 else ()
+    if entry.ranges is not None or len(ranges) != len(shape) or not shape:
+        return None
+    if tuple(stop - start for start, stop in ranges) != entry.shape:
+        return None  # of an expanded tensor less is saved than its shape says
+    return SavedTensor(rank, stored, replace(entry, global_shape=tuple(map(int, shape)), ranges=ranges))
 
 
 def param_base(name: str, number: int, stages: tuple[int, ...]) -> str:

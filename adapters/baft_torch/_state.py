@@ -257,6 +257,9 @@ class TrainingState:
         bound = {item.entry.name: item.held.bound for item in self.items if item.held.bound}
         if bound:
             facts["not_transferable"] = bound
+        parts = {item.entry.name: item.held.told for item in self.items if item.held.bound and not item.held.problem}
+        if parts:
+            facts["parts"] = parts
         return facts
 
     def remarks(self) -> list[tuple[str, str, int]]:
