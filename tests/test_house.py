@@ -100,7 +100,9 @@ def test_no_framework_below_the_adapters() -> None:
 def test_the_import_contracts_are_there() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     contracts = {contract["id"] for contract in project["tool"]["importlinter"]["contracts"]}
-    wanted = {"purity", "rooms", "rooms-above", "daemon", "cli", "client", "adapters", "frameworks", "no-code", "formats"}
+    wanted = {
+        "purity", "formats", "rooms", "rooms-above", "daemon", "cli", "client", "adapters", "frameworks", "no-code"
+    }  # fmt: skip
     assert contracts >= wanted
     assert project["tool"]["mypy"]["strict"] is True
 
