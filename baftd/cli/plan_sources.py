@@ -353,12 +353,17 @@ def _shape_of(arguments: argparse.Namespace) -> tuple[TransformerShape, str]:
                 f"--style says how a model by numbers is built, but preset {arguments.preset} says so itself."
             )
         changed = " with other " + ", ".join(numbers) if numbers else ""
-        return replace(preset(arguments.preset), **numbers), arguments.preset + changed
+        found = preset(arguments.preset)
+        if "sequence" in numbers and not found.learned_positions:
+            raise UsageError(f"--seq counts positions that are learned, but {arguments.preset} learns none.")
+        return replace(found, **numbers), arguments.preset + changed
     missing = [name for name in ("layers", "hidden", "heads", "vocab") if name not in numbers]
     if missing:
         raise UsageError(f"a model by numbers needs --{', --'.join(missing)} too.", hint="Or take a --preset.")
     if not style.get("learned_positions", True):
-        numbers.setdefault("sequence", 1)  # it has no positions to learn
+        if "sequence" in numbers:
+            raise UsageError(f"--seq counts positions that are learned, but --style {arguments.style} learns none.")
+        numbers["sequence"] = 1
     if "sequence" not in numbers:
         raise UsageError("a model by numbers needs --seq too.", hint="Or --style llama, which learns no positions.")
     return TransformerShape(**numbers, **style), f"{arguments.style or 'gpt'} model"

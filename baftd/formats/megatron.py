@@ -126,6 +126,10 @@ def _check(shape: TransformerShape, parallel: ParallelDescription) -> None:
         raise UsageError(f"a feed-forward width of {shape.inner} does not divide among {width} tensor-parallel ranks.")
     if parallel.ep > 1 and not shape.experts:
         raise UsageError(f"ep = {parallel.ep}, but the model has no experts.", hint="Give --experts, or leave ep out.")
+    if parallel.expert_tp != parallel.tp and not shape.experts:
+        raise UsageError(
+            f"etp = {parallel.etp}, but the model has no experts.", hint="Give --experts, or leave etp out."
+        )
     if shape.experts % parallel.ep:
         raise UsageError(f"{shape.experts} experts do not divide among ep = {parallel.ep} ranks.")
 

@@ -17,7 +17,10 @@ from typing import Literal, TypeAlias
 
 from baftd.errors import UsageError
 
-__all__ = ["Cut", "Parameter", "Place", "TransformerShape"]
+__all__ = ["MAX_LAYERS", "Cut", "Parameter", "Place", "TransformerShape"]
+
+MAX_LAYERS = 10_000
+"""Each layer makes dozens of tensors: a number that was mistyped must not take all memory."""
 
 Cut: TypeAlias = Literal["none", "column", "row", "gated"]
 """How tensor parallelism cuts a parameter: "column" the outputs (the last dimension but one of a weight, the only one
@@ -87,6 +90,8 @@ class TransformerShape:
             least = 0 if item.default == 0 else 1
             if not isinstance(value, bool) and not least <= value < 1 << 32:
                 raise UsageError(f"{item.name} is {value}: a transformer needs a whole number from {least} up.")
+        if self.layers > MAX_LAYERS:
+            raise UsageError(f"layers is {self.layers}: no transformer has more than {MAX_LAYERS}.")
         if not self.head_dim and self.hidden % self.heads:
             raise UsageError(
                 f"hidden {self.hidden} does not divide into {self.heads} heads.", hint="Or give the size of a head."
