@@ -56,6 +56,8 @@ class Divisions:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._rounds: WeakKeyDictionary[JobOnNode, _Round] = WeakKeyDictionary()
+        self._newest: WeakKeyDictionary[JobOnNode, tuple[Token, bytes]] = WeakKeyDictionary()
+        """The plan under which a rank has declared last."""
 
     async def agree(
         self, job: JobOnNode, client: Client, token: Token, held: list[TensorEntry], uncut: Sequence[int]
@@ -96,8 +98,17 @@ class Divisions:
 
     def tell(self, job: JobOnNode, token: Token, plan: bytes) -> None:
         """A rank saves under `plan` from now on (empty: all it holds). Those that do under another come to it."""
+        self._newest[job] = (token, plan)
         others = [rank for rank, record in job.layouts.items() if record.get("plan", b"") != plan]
         self._ask(job, token, others)
+
+    def outdated(self, job: JobOnNode, client: Client) -> bool:
+        """Whether a rank that had declared, and comes back, was to declare anew in the meantime."""
+        known, newest = self._rounds.get(job), self._newest.get(job)
+        if known is not None and known.token == client.token and client.rank in known.missing:
+            return True
+        plan = job.layouts[client.rank].get("plan", b"")
+        return newest is not None and newest[0] == client.token and newest[1] != plan
 
     def _ask(self, job: JobOnNode, token: Token, ranks: Collection[int]) -> None:
         """Have ranks declare anew, as far as they have declared before."""

@@ -197,6 +197,8 @@ class Trainer:
         slots = [int(slot) for slot in record["slots"] if int(slot) in present]
         if len(slots) < len(record["slots"]) or int(record["world"]) != client.world:
             return False
+        if self._divisions.outdated(job, client):
+            return False
         writer = job.writer_of(client)
         job.apply(
             job.core.declare(

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 from baftd.checkpoint.layout import Layout
 from baftd.wire.messages import LayoutReply, LayoutRequest
 from tests.support.cli import Cli
-from tests.support.daemon import ROOT, Daemon, RunDirs
+from tests.support.daemon import ROOT, Daemon, RunDirs, wait_until
 from tests.support.divided_job import REPLICATED, ROWS, state_of
 from tests.support.zygote import Zygote
 
@@ -133,6 +133,7 @@ def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote
         assert [one["waits"] for one in start.hear()] == [2] * 4
         daemon.kill()
         daemon.start()
+        wait_until(lambda: ranks_of(daemon) == [0, 1, 2, 3], "all ranks are back")
         reply = daemon.request(LayoutRequest(job="divided"))
         assert isinstance(reply, LayoutReply)
         layout = Layout.decode(reply.layout)
@@ -151,19 +152,28 @@ def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote
 def test_another_setting_for_a_job_that_runs(run_dirs: RunDirs, zygote: Zygote) -> None:
     """A daemon that divides no more, and then one that divides again: as soon as one rank lays out anew all do."""
     with Daemon(run_dirs) as daemon:
-        start = Job(run_dirs, zygote).start(2, steps=12, wait_at=[2, 7], room_at=[4, 9], room_of=[0])
+        start = Job(run_dirs, zygote).start(
+            2, steps=12, wait_at=list(range(1, 12)), patience=0.3, room_at=[4, 9], room_of=[0]
+        )
         start.hear()
-        for setting in ("none", "replicas"):
+        for step in range(1, 12):
             waits = start.hear()
-            assert divided(waits) == (setting == "replicas"), waits
-            daemon.kill()
-            daemon.more["redundancy"] = setting
-            daemon.start()
+            if step in (2, 7):
+                assert divided(waits) == (step == 7), waits
+                daemon.kill()
+                daemon.more["redundancy"] = "none" if step == 2 else "replicas"
+                daemon.start()
+                wait_until(lambda: ranks_of(daemon) == [0, 1], "both ranks are back")
             start.go_on()
         last = start.hear()
         start.close()
         assert [one["committed"] for one in last] == [12] * 2
         assert [one["saved_bytes"] for one in last] == [one["held_bytes"] for one in last]
+
+
+def ranks_of(daemon: Daemon) -> list[int]:
+    """Those that the daemon knows."""
+    return [client.rank for job in daemon.status().jobs for client in job.clients]
 
 
 def test_durable(

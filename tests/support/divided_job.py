@@ -114,7 +114,7 @@ def main() -> int:
         ckpt.step()
         if step + 1 in options.get("wait_at", ()):
             ckpt.fence()
-            ckpt.session.settle(10)
+            ckpt.session.settle(options.get("patience", 10))
             say(waits=step + 1, **bytes_of(ckpt, arrays))
             sys.stdin.readline()
         if options.get("save_at") == step + 1:
