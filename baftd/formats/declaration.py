@@ -140,10 +140,12 @@ def parse_declaration(text: str, source: str, form: Literal["toml", "json"]) -> 
 
 def _parsed(text: str, source: str, form: Literal["toml", "json"]) -> dict[str, Any]:
     def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for number, (key, _) in enumerate(pairs):
-            if any(key == other for other, _ in pairs[:number]):
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
                 raise UsageError(f"{source}: key {key!r} stands there twice.")
-        return dict(pairs)
+            found[key] = value
+        return found
 
     try:
         value = tomllib.loads(text) if form == "toml" else json.loads(text, object_pairs_hook=no_twins)

@@ -90,7 +90,7 @@ class _Maker:
                 groups = self._groups(rule, at)
                 held = Holding.of_groups(rule.shape, groups)
                 divided = groups if rule.private else self._divide(rule, groups, optimizer)
-                known[key] = groups, held, Holding.of_groups(rule.shape, divided)
+                known[key] = groups, held, held if divided is groups else Holding.of_groups(rule.shape, divided)
             groups, held, shared = known[key]
             self._put(rule, name, rule.dtype, groups, held)
             for state, dtype in optimizer.states:

@@ -368,3 +368,17 @@ def test_anything_else_is_a_usage_error_that_names_the_file(data: st.DataObject)
         assert problem.startswith("some/file.json")
     else:
         assert Layout.decode(layout.encode()) == layout
+
+
+@pytest.mark.timeout(15)
+def test_ranges_of_very_many_ranks_are_read_quickly() -> None:
+    """A program writes such a declaration: each of 30,000 ranks by name. Comparing all keys with each other takes
+    longer than the test may."""
+    world = 30_000
+    ranks = {str(rank): f"{rank}:{rank + 1}" for rank in range(world)}
+    declared = {"world": world, "tensors": [{"name": "w", "shape": [world], "dtype": "F32", "ranks": ranks}]}
+    layout = layout_from_declaration(json.dumps(declared), "job.json", "json")
+    assert layout.bytes_of(world - 1) == 4
+    twice = '{"world": 1, "tensors": [{"name": "w", "name": "v"}]}'
+    with pytest.raises(UsageError, match=r"job\.json: key 'name' stands there twice"):
+        layout_from_declaration(twice, "job.json", "json")
