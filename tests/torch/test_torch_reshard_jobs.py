@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, RunDirs
 from tests.support.torch_launch import Ended, Launcher
 
 
@@ -87,6 +87,18 @@ def test_ddp_goes_on_as_fsdp2_and_as_ddp_again(launcher: Launcher, daemon: Daemo
     assert not_carried(chain.go("fsdp2", 2, loader="")) == {"extra.rank", "rng.torch"}
     assert not_carried(chain.go("ddp", 2, loader="")) == {"extra.rank", "rng.torch"}
     assert not_carried(chain.go("plain", 1, loader="")) == {"dataloader", "extra.rank", "rng.torch"}
+
+
+@pytest.mark.timeout(120)
+def test_ddp_of_which_each_byte_was_saved_once_goes_on_as_it_is_and_alone(
+    launcher: Launcher, run_dirs: RunDirs, tmp_path: Path
+) -> None:
+    with Daemon(run_dirs, redundancy="none") as daemon:
+        chain = Chain(launcher, daemon, tmp_path)
+        chain.go("ddp", 2, tied="")
+        chain.go("ddp", 2, tied="", no_reshard="")
+        assert not_carried(chain.go("plain", 1, tied="")) == {"extra.rank", "rng.torch"}
+        assert len(re.findall("event=divided ", daemon.log)) == 2
 
 
 @pytest.mark.timeout(120)

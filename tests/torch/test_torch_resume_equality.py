@@ -6,6 +6,7 @@ the learning rate schedule are part of it. Losses are compared as hexadecimal fl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,23 @@ def resume_from(
     firsts = set(again.first_steps)
     assert len(firsts) == 1, firsts
     return firsts.pop()
+
+
+@pytest.mark.timeout(240)
+def test_ranks_that_each_save_a_part_have_the_same_losses(
+    run_dirs: RunDirs, launcher: Launcher, tmp_path: Path
+) -> None:
+    with Daemon(run_dirs, redundancy="none") as daemon:
+        env = daemon.environ()
+        launcher.run("ddp", 2, STEPS, tmp_path, env=env, start="ref", no_baft="").check()
+        died = launcher.run("ddp", 2, STEPS, tmp_path, env=env, start="1", kill="9:backward:1")
+        assert -9 in died.codes
+        first = resume_from(launcher, "ddp", 2, daemon, tmp_path)
+        assert first in (8, 9)
+        compare(tmp_path, 2, first)
+        found = re.findall(r"event=divided .* bytes=(\d+) most=(\d+)", daemon.log)
+        assert len(found) == 2
+        assert all(int(most) < 0.55 * int(total) for total, most in found), "half of what a rank holds"
 
 
 POINTS = ["data", "forward", "backward", "fence", "update", "boundary"]
