@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ __all__ = [
     "divide",
     "everyone",
     "first_gap",
+    "written",
 ]
 
 Mode: TypeAlias = Literal["divided", "all"]
@@ -94,7 +96,7 @@ class _Group(NamedTuple):
     replicated: bool
     tensors: tuple[int, ...]
     name_bytes: int
-    """Of all their names together."""
+    """Of all their names together, in an image's header."""
     whole: bool = False
     """Their cells are not cut."""
 
@@ -105,7 +107,8 @@ class Assignment:
 
     mode: "divided": every byte of a replicated range has one saver; "all": every holder saves all it holds.
     capacity: by rank; None where none was given: all count as equal.
-    loads: bytes that each rank saves, by rank. entries: ranges that it saves. name_bytes: of their names, together.
+    loads: bytes that each rank saves, by rank. entries: ranges that it saves. name_bytes: of their names in an
+    image's header, together.
     classes: in the order of their holders.
     """
 
@@ -191,6 +194,14 @@ class Assignment:
         return state.digest()
 
     @cached_property
+    def held(self) -> tuple[tuple[int, int], ...]:
+        """Ranges that each rank holds, saved by it or not, and bytes of their names as in `name_bytes`; by rank."""
+        entries, names = [0] * len(self.loads), [0] * len(self.loads)
+        for group in self._groups:
+            _add_held(group, [0] * len(self.loads), entries, names)
+        return tuple(zip(entries, names, strict=True))
+
+    @cached_property
     def _no_window(self) -> frozenset[int]:
         return frozenset(rank for rank in range(len(self.loads)) if self.fill(rank) is None)
 
@@ -264,7 +275,7 @@ def divide(
             # A piece that begins or ends within a row is several boxes.
             boxes = len(_boxes(tensor.cells()[piece.cell].box, piece.start, piece.stop))
             entries[rank] += boxes
-            names[rank] += boxes * len(tensor.name)
+            names[rank] += boxes * written(tensor.name)
     fills = (goal[rank] / weights[rank] for rank in range(layout.world) if weights[rank])
     return Assignment(
         layout=layout,
@@ -382,6 +393,15 @@ def _cell_gap(name: str, cell: Cell, size: int, given: list[tuple[int, int, int]
     return None
 
 
+def written(name: str) -> int:
+    """Bytes of a name in an image's JSON header: it stands there twice, once in JSON that is a text within JSON, and
+    all but printable ASCII is escaped."""
+    if name.isascii() and name.isprintable() and '"' not in name and "\\" not in name:
+        return 2 * len(name)
+    once = json.dumps(name)[1:-1]
+    return len(once) + len(json.dumps(once)) - 2
+
+
 def _checked(world: int, capacity: Mapping[int, int]) -> tuple[int, ...]:
     for rank in range(world):
         if rank not in capacity:
@@ -407,7 +427,7 @@ def _grouped(
             itemsize,
             replicated,
             tuple(numbers),
-            sum(len(layout.tensors[number].name) for number in numbers),
+            sum(written(layout.tensors[number].name) for number in numbers),
             uncut,
         )
         for (_, itemsize, replicated, uncut), numbers in found.items()

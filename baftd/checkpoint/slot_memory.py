@@ -31,7 +31,7 @@ PLACES = 2
 """Places for each shard, or parity of shards, that comes from other nodes."""
 _HEADER_BASE = 2048
 _HEADER_ENTRY = 256
-"""Of a range in the JSON header, at most, its name (which stands there twice) left out; the pad before it included."""
+"""Of a range in the JSON header, at most, its name left out; the pad before it included."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,10 @@ def slots_per_rank(protection: Protection, *, durable: bool, given: int | None =
 
 def slot_bytes(assignment: Assignment, rank: int, small_room: int) -> int:
     """A rank's slot file. `small_room`: kept for the small state (`shard.small_room_for`)."""
-    header = _HEADER_BASE + _HEADER_ENTRY * assignment.entries[rank] + 2 * assignment.name_bytes[rank]
+    header = _HEADER_BASE + _HEADER_ENTRY * assignment.entries[rank] + assignment.name_bytes[rank]
+    if assignment.mode == "divided":  # then the header says too what the rank holds
+        entries, names = assignment.held[rank]
+        header += _HEADER_ENTRY * entries + names
     return PAGE + _pages(_pages(header) + assignment.loads[rank] + small_room)
 
 

@@ -254,19 +254,28 @@ def test_too_little_room_is_told_with_the_number() -> None:
     assert room_problem({}, 0) == ""
 
 
-@pytest.mark.parametrize("count", [1, 7, 300, 3000])
-def test_the_estimate_of_a_slot_is_above_the_image_and_near_it(count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "prefix"),
+    [
+        *((count, "optim.0.model.stage3") for count in (1, 7, 300, 3000)),
+        *((300, odd * 40) for odd in ("\u91cd\u307f", '"\\', "\x01", "\U0001f600")),
+    ],
+    ids=str,
+)
+def test_the_estimate_of_a_slot_is_above_the_image_and_near_it(count: int, prefix: str) -> None:
     builder = LayoutBuilder(4)
     entries = []
     for number in range(count):
-        name = f"optim.0.model.stage3.decoder.layers.{number}.self_attention.linear_qkv.weight.exp_avg_sq"
+        name = f"{prefix}.decoder.layers.{number}.self_attention.linear_qkv.weight.exp_avg_sq"
         rows = 1024 + number % 3
         held: dict[int, list[Box]] = {rank: [((rank * rows, rank * rows + rows), (0, 1001))] for rank in range(4)}
         builder.add(name, "F32", (4 * rows, 1001), held)
         entries.append(
             TensorEntry(name, "F32", (rows, 1001), rows * 4004, "stable", (4 * rows, 1001), tuple(held[3][0]))
         )
-    image = plan_image(entries, MIB, job="j" * 64, rank=3, world=4096)
-    estimate = slot_bytes(divide(builder.build()), 3, MIB)
-    assert image.capacity <= estimate - 4096
-    assert estimate - 4096 - image.capacity <= 4096 * 2 + 200 * count
+    layout = builder.build()
+    for made, plan, said in ((everyone(layout), b"", []), (divide(layout), b"p" * 16, entries)):
+        image = plan_image(entries, MIB, job="j" * 64, rank=3, world=4096, plan=plan, held=said)
+        estimate = slot_bytes(made, 3, MIB)
+        assert image.capacity <= estimate - 4096
+        assert estimate - 4096 - image.capacity <= 4096 * 2 + (200 + 8 * len(prefix)) * count * (2 if plan else 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from baftd.checkpoint.layout import Holding, Layout, LayoutBuilder
 from baftd.checkpoint.ranges import Box, contains, tiling_problem, volume
-from baftd.checkpoint.savers import Assignment, Piece, Share, coverage_problem, divide, everyone
+from baftd.checkpoint.savers import Assignment, Piece, Share, coverage_problem, divide, everyone, written
 from baftd.errors import UsageError
 
 from . import random_layouts
@@ -67,7 +67,9 @@ def check_cover(layout: Layout, made: Assignment) -> None:
         assert total == made.bytes_of(rank)
         # The JSON header of the rank's slot is as long as these two say.
         assert made.entries[rank] == len(shares)
-        assert made.name_bytes[rank] == sum(len(layout.tensors[tensor].name) for tensor, _ in shares)
+        assert made.name_bytes[rank] == sum(written(layout.tensors[tensor].name) for tensor, _ in shares)
+        held = [tensor for tensor in layout.tensors for _ in tensor.held.get(rank, ())]
+        assert made.held[rank] == (len(held), sum(written(tensor.name) for tensor in held))
     for number, tensor in enumerate(layout.tensors):
         by_rank = saved.get(number, {})
         if made.mode == "divided" and tensor.replicated:
