@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.recovery import name_ranks
-from baftd.checkpoint.shard import TensorEntry
+from baftd.checkpoint.shard import TensorEntry, check_entries
 from baftd.daemon.clients import Client
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
@@ -64,11 +64,12 @@ class Divisions:
     ) -> Division | None:
         """Which part of `held` each rank saves; None: every rank saves all it holds.
 
-        Raises TryAgain while it is not known what other ranks hold.
+        Raises TryAgain while it is not known what other ranks hold, UsageError for an entry that makes no sense.
         """
         context, world = self._context, client.world
         if context.settings.redundancy != "none" or world == 1 or context.coordinator.several_nodes:
             return None
+        await context.workers.urgent(check_entries, held)  # one rank's mistake is no other's
         said = (held, tuple(uncut))
         known = self._rounds.get(job)
         if known is None or known.token != token:

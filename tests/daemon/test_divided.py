@@ -149,6 +149,17 @@ def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote
         assert len(plans) == 2, "one before the tree changed, and one since"
 
 
+def test_ranges_that_do_not_fit_together(run_dirs: RunDirs, zygote: Zygote) -> None:
+    """Who may save what cannot be told: all save what they hold, and it is said."""
+    with Daemon(run_dirs, redundancy="none") as daemon:
+        job = Job(run_dirs, zygote)
+        for begins in (0, 3):
+            last = job.run(2, begins, crossing=True, kill=True)
+            assert [one["saved_bytes"] for one in last] == [one["held_bytes"] for one in last]
+        assert re.search(r"event=not_divided job=divided why=.*'crossed'", daemon.log)
+        assert "event=divided " not in daemon.log
+
+
 def test_another_setting_for_a_job_that_runs(run_dirs: RunDirs, zygote: Zygote) -> None:
     """A daemon that divides no more, and then one that divides again: as soon as one rank lays out anew all do."""
     with Daemon(run_dirs) as daemon:

@@ -27,7 +27,7 @@ ROWS = (64, 33)
 
 
 def state_of(
-    steps: int, rank: int, world: int, *, grown: bool = False, own: bool = True
+    steps: int, rank: int, world: int, *, grown: bool = False, own: bool = True, crossing: bool = False
 ) -> tuple[dict[str, Array], dict[str, Part]]:
     """What a rank has after `steps` steps, and which parts of wholes that is."""
     shapes = {**REPLICATED, **({"more": (50, 3)} if grown else {})}
@@ -40,6 +40,9 @@ def state_of(
     parts["stat"] = Part((9,), ((0, 9),))
     if own:
         arrays["count"] = np.full((), rank)
+    if crossing:  # half of one rank's rows are half of the next one's
+        arrays["crossed"] = np.zeros((4, 3))
+        parts["crossed"] = Part((2 * world + 2, 3), ((2 * rank, 2 * rank + 4), (0, 3)))
     for step in range(steps):
         change(arrays, step)
     return arrays, parts
@@ -76,12 +79,12 @@ def say(**fields: Any) -> None:
 
 def main() -> int:
     """Options as JSON: steps to run; steps at which to grow_at and save_at, lists of those at which to wait_at and
-    room_at (the small state of the ranks room_of grows); grown, own: kinds of state; kill at the end; and those of
-    `resume`.
+    room_at (the small state of the ranks room_of grows); grown, own, crossing: kinds of state; kill at the end; and
+    those of `resume`.
     """
     options: dict[str, Any] = json.loads(sys.argv[1])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    kind = {"grown": options.get("grown", False), "own": options.get("own", True)}
+    kind = {name: options[name] for name in ("grown", "own", "crossing") if name in options}
     arrays, parts = state_of(0, rank, world, **kind)
     extra: dict[str, object] = {"lr": 0.5, "seed": rank}
     ckpt = attach_arrays("divided", arrays, parts=parts, volatile=("stat",), extra=extra, audit=1)
