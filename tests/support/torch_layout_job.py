@@ -33,7 +33,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 import baft_torch
 
 DIM, WORDS, LENGTH, BATCH = 12, 20, 5, 8
-LAYERS = 6
+LAYERS = 2
 KINDS = ("plain", "ddp", "fsdp2", "pipeline", "interleaved")
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
