@@ -221,7 +221,8 @@ class SavedSet:
                 )
                 return Problem(name, None, "", why)
             if own and tensor is not tensors[0] and not self._equal(tensors[0], tensor, whole(shape), unknown=False):
-                why = f"each of {_ranks(own)} saved one of its own, and they differ: it belongs to no other rank"
+                differ = "and they differ" if self.same_bytes is not None else "and nobody knows whether they are equal"
+                why = f"each of {_ranks(own)} saved one of its own, {differ}: it belongs to no other rank"
                 return Problem(name, None, "", why)
         parts: dict[Box, list[SavedTensor]] = {}
         for tensor in tensors:

@@ -13,11 +13,14 @@ from baftd.cli.render import say, size
 
 if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
+    from baftd.checkpoint.ranges import Box
+    from baftd.checkpoint.saved_set import SavedTensor
     from baftd.checkpoint.savers import Assignment
     from baftd.cli.plan_sources import Source
 
 __all__ = ["Restore", "restore_document", "restore_onto", "said_restore"]
 
+_OWN_SHOWN = 3
 _STAGE = re.compile(r"(model\.|optim\.\d+\.)?stage(\d+)\.")
 """What the PyTorch adapter puts before names of a pipeline stage's tensors."""
 
@@ -26,7 +29,8 @@ _STAGE = re.compile(r"(model\.|optim\.\d+\.)?stage(\d+)\.")
 class Restore:
     """A restore onto another layout. read: bytes that a new rank reads. sources: ranks whose shards it reads.
     given: bytes that are read of a shard. whole: bytes of the shards that a new rank opens, all together: what it would
-    read if shards could only be read whole."""
+    read if shards could only be read whole. own: tensors of which several ranks have saved one of their own: a restore
+    takes them over only where all have the same bytes, which a plan cannot know."""
 
     words: str
     ranks: int
@@ -34,6 +38,7 @@ class Restore:
     sources: Spread
     given: Spread
     whole: Spread
+    own: tuple[str, ...] = ()
 
 
 def restore_onto(saved: Assignment, target: Source) -> Restore:
@@ -43,9 +48,14 @@ def restore_onto(saved: Assignment, target: Source) -> Restore:
 
     old, new = saved.layout, target.layout
     exact = _all_stages(old) == _all_stages(new)
+    owners = Counter(tensor.name for tensor in old.tensors if tensor.owner is not None)
+    base = _base_names(old, new)
+    taken = {base(tensor.name) for tensor in new.tensors}
+    own = tuple(sorted(name for name, number in owners.items() if number > 1 and base(name) in taken))
     read, sources, whole = [], [], []
     given = Counter[int](dict.fromkeys(range(saved.layout.world), 0))
-    for fills in reshard(old, saved, new, base=_base_names(old, new), exact=exact).values():
+    plan = reshard(old, saved, new, same_bytes=_supposed_equal, base=base, exact=exact)
+    for fills in plan.values():
         mine = Counter[int]()
         for fill in fills:
             for one in fill.reads:
@@ -54,8 +64,20 @@ def restore_onto(saved: Assignment, target: Source) -> Restore:
         read.append(mine.total())
         sources.append(len(mine))
         whole.append(sum(saved.bytes_of(rank) for rank in mine))
-    spreads = (Spread.of(values) for values in (read, sources, list(given.values()), whole))
-    return Restore(target.words, target.layout.world, *spreads)
+    return Restore(
+        target.words,
+        new.world,
+        read=Spread.of(read),
+        sources=Spread.of(sources),
+        given=Spread.of(list(given.values())),
+        whole=Spread.of(whole),
+        own=own,
+    )
+
+
+def _supposed_equal(a: SavedTensor, b: SavedTensor, _: Box) -> bool:
+    """Tensors that ranks have for themselves are supposed to be equal where they have one name; two names are two."""
+    return a.entry.name == b.entry.name
 
 
 def _all_stages(layout: Layout) -> set[int]:
@@ -88,6 +110,10 @@ def said_restore(restore: Restore) -> None:
     say(f"a restore onto {restore.words}:")
     say(f"  each of {restore.ranks} ranks reads {restore.read}, out of {shards}")
     say(f"  of each shard {restore.given} are read, by all ranks together")
+    if restore.own:
+        more = f" and {len(restore.own) - _OWN_SHOWN} more" if len(restore.own) > _OWN_SHOWN else ""
+        named = ", ".join(restore.own[:_OWN_SHOWN]) + more
+        say(f"  only where all ranks that have one of their own have the same bytes: {named}")
 
 
 def restore_document(restore: Restore) -> dict[str, Any]:

@@ -282,6 +282,23 @@ def test_a_restore_onto_another_layout(cli: Cli, declared: Path, tmp_path: Path)
     assert "tensor 'new' [0:4] of rank 0" in err
 
 
+def test_what_ranks_have_for_themselves_is_taken_over_only_if_it_is_equal(cli: Cli, tmp_path: Path) -> None:
+    files = []
+    for world in (4, 2):
+        private = [{"name": f"own.{n}", "shape": [8], "dtype": "F32", "private": True} for n in range(world)]
+        shared = {"name": "w", "shape": [64], "dtype": "F32"}
+        files.append(tmp_path / f"{world}.json")
+        files[-1].write_text(json.dumps({"world": world, "tensors": [shared, *private]}))
+    given = ("plan", "--layout", str(files[0]), "--onto")
+    code, found = cli.json(*given, str(files[1]))
+    assert (code, found["restore"]["own"]) == (0, ["own.0", "own.1"])
+    assert found["restore"]["read"]["most"] == 256 + 2 * 32
+    _, out, _ = cli(*given, str(files[0]))
+    assert "of their own have the same bytes: own.0, own.1, own.2 and 1 more\n" in out
+    _, out, _ = cli("plan", "--layout", str(files[1]), "--onto", str(files[1]), "--rank", "0")
+    assert out.endswith("have the same bytes: own.0, own.1\n")
+
+
 def staged(path: Path, stages: int, names: list[str]) -> str:
     """A pipeline whose names carry the stage, as the PyTorch adapter makes them."""
     layers = [
