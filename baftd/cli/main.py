@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from baftd import __version__
 from baftd.cli.common import print_error
-from baftd.errors import BaftError
+from baftd.errors import BaftError, UsageError
 
 __all__ = ["build_parser", "main"]
 
@@ -45,10 +45,10 @@ settings:   `baftd config show --origin` prints all of them and where each value
 
 
 class _Parser(argparse.ArgumentParser):
-    """Mistakes in the arguments look like all other errors."""
+    """Mistakes in the arguments are errors like all others. Raises UsageError."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"baftd: {message.removesuffix('.')}. `{self.prog} --help` shows what it takes.\n")
+        raise UsageError(f"{message.removesuffix('.')}.", hint=f"`{self.prog} --help` shows what it takes.")
 
 
 def build_parser(verb: str | None = None) -> argparse.ArgumentParser:
@@ -84,13 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names are any Unicode; a terminal that cannot show them gets their escapes, not a traceback.
         sys.stdout.reconfigure(errors="backslashreplace")
-    parsed = build_parser(arguments[0] if arguments else None).parse_args(arguments)
     try:
+        parsed, unknown = build_parser(arguments[0] if arguments else None).parse_known_args(arguments)
+        if unknown:
+            hint = f"`baftd {parsed.verb} --help` shows what it takes."
+            raise UsageError(f"unrecognized arguments: {' '.join(unknown)}.", hint=hint)
         code = int(parsed.run(parsed))
         sys.stdout.flush()
         return code
     except BaftError as error:
-        print_error(error, as_json=getattr(parsed, "json", False))
+        print_error(error, as_json="--json" in arguments)
         return error.exit_code
     except KeyboardInterrupt:
         print("baftd: interrupted.", file=sys.stderr)

@@ -49,6 +49,7 @@ def layout(tmp_path: Path) -> str:
         ((*GPT, "--style", "llama"), "--seq counts positions that are learned, but --style llama learns none"),
         (("plan", "--preset", "llama-2-7b", "--seq", "8"), "that are learned, but llama-2-7b learns none"),
         ((*GPT, "--layers", "10001"), "layers is 10001: no transformer has more than 10000"),
+        ((*GPT, "--tied"), "unrecognized arguments: --tied. `baftd plan --help` shows what it takes."),
         ((*GPT, "--zero", "4"), "zero = 4 is none of 0, 1, 2 and 3"),
         ((*GPT, "--order", "tp-pp-xx"), "order 'tp-pp-xx' is not made of tp, cp, ep, dp, pp"),
         ((*GPT, "--hidden", "65"), "hidden 65 does not divide into 4 heads"),
@@ -96,9 +97,16 @@ def test_a_layout_says_all_of_that_itself(cli: Cli, layout: str, flag: str) -> N
 
 
 def test_an_error_is_a_document_too(cli: Cli) -> None:
-    code, found = cli.json(*GPT, "--tp", "3")
-    assert code == 2
-    assert found["error"]["code"] == "usage"
+    for given, words in (
+        (("--tp", "3"), "4 heads do not divide"),
+        (("--window-bytes", "4"), "argument --window-bytes: "),
+        (("--tied", "yes"), "unrecognized arguments: --tied yes."),
+    ):
+        code, found = cli.json(*GPT, *given)
+        assert code == 2
+        assert found["error"]["code"] == "usage"
+        assert found["error"]["exit_code"] == 2
+        assert words in found["error"]["message"]
 
 
 def test_whole_numbers() -> None:
