@@ -77,6 +77,11 @@ class OptimizerTree:
         return not self._zero or bool(self.optimizer._param_to_rank[param] == self.optimizer.rank)
 
     @property
+    def names_of_groups(self) -> list[list[str]]:
+        """Names of the parameters of each group."""
+        return self._groups
+
+    @property
     def prefix(self) -> str:
         """Of the names of this optimizer's tensors."""
         return f"optim.{self.index}."

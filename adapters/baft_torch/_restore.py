@@ -219,7 +219,20 @@ def _optimizer_differences(trees: Any, state: TrainingState) -> list[str]:
         now = {name for name, _ in tree.params}
         found += [f"{what} had the parameter {name}, which it has no more" for name in sorted(was - now)]
         found += [f"{what} has the parameter {name}, which it had not" for name in sorted(now - was)]
+        if was == now and len(described["groups"]) == groups:
+            found += _moved_between_groups(what, tree.names_of_groups, described["params"])
     return found
+
+
+def _moved_between_groups(what: str, now: Sequence[Sequence[str]], was: Sequence[Sequence[str]]) -> list[str]:
+    """Parameters whose options would be another group's."""
+    group_of = {name: g for g, names in enumerate(was) for name in names}
+    return [
+        f"{what} has the parameter {name} in group {g}, and had it in group {group_of[name]}"
+        for g, names in enumerate(now)
+        for name in names
+        if group_of[name] != g
+    ]
 
 
 # ---------------------------------------------------------------- bytes

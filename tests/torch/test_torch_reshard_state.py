@@ -292,6 +292,10 @@ def test_groups_are_filled_by_what_held_their_parameters() -> None:
     optimizer = groups_of(live, 0.0)
     load(images(0.25), state_of(live, [optimizer]))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
+    turned = groups_of(live, 0.0)
+    turned.param_groups.reverse()
+    load(images(0.25), state_of(live, [turned]))
+    assert [group["weight_decay"] for group in turned.param_groups] == [0.0, 0.25]
     text = refused(images(0.5), state_of(live, [groups_of(live, 0.0)]))
     assert "optimizer 0, group 0: its parameters came from groups whose options differ" in text
     assert "weight_decay (0.25 and 0.5) (rank 0, optimizer 0, group 0; rank 1, optimizer 0, group 0)" in text

@@ -223,6 +223,21 @@ def test_another_optimizer_or_number_of_optimizers_is_named() -> None:
         load(image, two, image.small)
 
 
+def test_a_parameter_that_is_in_another_group_is_named() -> None:
+    """By the number of the group it would get the options of others."""
+
+    def groups(model: nn.Linear, *names: str) -> Any:
+        decay = {"weight": 0.5, "bias": 0.0}
+        return torch.optim.SGD([{"params": [getattr(model, n)], "weight_decay": decay[n]} for n in names], lr=0.1)
+
+    model = nn.Linear(3, 3)
+    image = snapshot(state_of(model, groups(model, "weight", "bias")))
+    other = groups(model, "bias", "weight")
+    with pytest.raises(ModelMismatch, match="optimizer 0 has the parameter bias in group 0, and had it in group 1; "):
+        load(image, state_of(model, other), image.small)
+    assert [group["weight_decay"] for group in other.param_groups] == [0.0, 0.5]
+
+
 def test_a_parameter_in_another_memory_order_gets_the_same_elements() -> None:
     model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
