@@ -78,7 +78,10 @@ class _Maker:
         else:
             held = stages.get(rank, ())
         per_node = self._declaration.ranks_per_node
-        return RankPlace(rank, stages=held, coordinates=at, node=f"node-{rank // per_node}" if per_node else "")
+        node = ""
+        if per_node:  # names sort as their numbers do
+            node = f"node-{rank // per_node:0{len(str((self._world - 1) // per_node))}}"
+        return RankPlace(rank, stages=held, coordinates=at, node=node)
 
     def _add(self, rule: TensorRule) -> None:
         """All tensors of one entry. Those that lie at the same coordinates share one holding."""

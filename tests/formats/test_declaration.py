@@ -382,3 +382,13 @@ def test_ranges_of_very_many_ranks_are_read_quickly() -> None:
     twice = '{"world": 1, "tensors": [{"name": "w", "name": "v"}]}'
     with pytest.raises(UsageError, match=r"job\.json: key 'name' stands there twice"):
         layout_from_declaration(twice, "job.json", "json")
+
+
+def test_nodes_sort_as_their_numbers_do() -> None:
+    tensor = {"name": "w", "shape": [4], "dtype": "F32"}
+    layout = layout_from_declaration(
+        json.dumps({"world": 24, "ranks_per_node": 2, "tensors": [tensor]}), "job.json", "json"
+    )
+    nodes = [place.node for place in layout.places]
+    assert nodes == sorted(nodes)
+    assert (nodes[0], nodes[23]) == ("node-00", "node-11")
