@@ -8,6 +8,7 @@ replicas. A name is *job-wide* when it means one tensor on all ranks; only then 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,19 @@ from baft_torch._placements import Part, Runs, parts_of, runs_of, strided_runs
 from baft_torch._tensors import is_dtensor, plain
 from baftd.checkpoint.mesh import ParallelDescription
 from baftd.checkpoint.ranges import Box, flat_boxes, outside, said, said_all, volume
-from baftd.errors import LayoutError, UsageError
+from baftd.errors import FormatError, LayoutError, UsageError
 
-__all__ = ["Declared", "Held", "JobLayout", "LayoutSource", "Origin", "base_name", "held_of_dtensor", "whole"]
+__all__ = [
+    "Declared",
+    "Held",
+    "JobLayout",
+    "LayoutSource",
+    "Origin",
+    "base_name",
+    "held_of_dtensor",
+    "parts_of_small",
+    "whole",
+]
 
 Declared: TypeAlias = "str | tuple[Sequence[int], Sequence[Any]] | None"
 """What a user may say of one tensor: "replicated" (every rank that has the name holds the same elements), "own"
@@ -83,7 +94,8 @@ class Held:
 
     @property
     def told(self) -> list[Any]:
-        """Shape of the whole and boxes of the parts as plain data: what is known of parts that are not declared."""
+        """Shape of the whole and boxes of the parts as plain data: what is known of parts that are not declared. See
+        `parts_of_small`."""
         return [list(self.shape), [[list(span) for span in part.box] for part in self.parts]]
 
     def own(self, *, problem: str = "", remark: str = "") -> Held:
@@ -341,6 +353,17 @@ class JobLayout:
                         f"layout={{{pattern!r}: ...}} matches no tensor.",
                         hint=f"The tensors are: {', '.join(names[:20]) or 'none'}. The first pattern that fits counts.",
                     )
+
+
+def parts_of_small(small: Mapping[str, Any]) -> dict[str, Any]:
+    """By name, what a rank knew of the parts that it did not declare (`Held.told`), from its small state."""
+    try:
+        found = json.loads(small.get("parts", "{}"))
+    except (TypeError, ValueError) as problem:
+        raise FormatError(f"small state does not say which parts of tensors it is of: {problem}.") from problem
+    if not isinstance(found, dict):
+        raise FormatError(f"small state says of parts of tensors {type(found).__name__}, not a dict.")
+    return found
 
 
 def held_of_dtensor(name: str, tensor: Any) -> Held:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from baft_torch._dtypes import dtype_of
+from baft_torch._layout import parts_of_small
 from baft_torch._optimizers import OptimizerTree
 from baft_torch._small import KIND, from_tree
 from baft_torch._state import Item, TrainingState
@@ -136,7 +137,7 @@ def differences(image: Image, state: TrainingState, small: Mapping[str, Any]) ->
     live = model_items(state)
     return (
         _model_differences(saved, live, state)
-        + _moved_parts(saved, live, small.get("parts", {}))
+        + _moved_parts(saved, live, parts_of_small(small))
         + _optimizer_differences(small.get("optimizers", []), state)
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from baft_torch._layout import base_name
+from baft_torch._layout import base_name, parts_of_small
 from baft_torch._restore import owner_of
 from baft_torch._small import KIND
 from baft_torch._targets import Reader
@@ -230,14 +230,14 @@ class SavedState:
     def _declare_equal(self, entries: Mapping[int, list[tuple[str, TensorEntry]]]) -> None:
         """Give entries their ranges where the ranks knew them, and did not know who else has the same tensor: every
         element that several ranks have must be the same on all of them, which only now can be seen."""
-        known = {name for small in self.smalls.values() for name in small.get("parts", {})}
-        found: dict[str, list[tuple[int, int]]] = {name: [] for name in known}
+        parts = {rank: parts_of_small(small) for rank, small in self.smalls.items()}
+        found: dict[str, list[tuple[int, int]]] = {name: [] for each in parts.values() for name in each}
         for rank, saved in entries.items():
             for at, (_, entry) in enumerate(saved):
                 if entry.name in found:
                     found[entry.name].append((rank, at))
         for name, places in found.items():
-            made = [_with_part(entries[rank][at], self.smalls[rank], rank) for rank, at in places]
+            made = [_with_part(entries[rank][at], parts[rank], rank) for rank, at in places]
             whole = [each for each in made if each is not None]
             if len(whole) == len(made) and self._same_whole(whole):
                 self._equal.add(name)
@@ -285,10 +285,10 @@ class SavedState:
         return self._params.setdefault(base, {}).setdefault(name, SavedParam(name, base))
 
 
-def _with_part(saved: tuple[str, TensorEntry], small: Mapping[str, Any], rank: int) -> SavedTensor | None:
+def _with_part(saved: tuple[str, TensorEntry], parts: Mapping[str, Any], rank: int) -> SavedTensor | None:
     """A rank's own tensor as the part that the rank knew it to be; None where it is several parts, or not known."""
     stored, entry = saved
-    shape, boxes = small.get("parts", {}).get(entry.name, ((), ()))
+    shape, boxes = parts.get(entry.name, ((), ()))
     ranges = tuple((int(start), int(stop)) for start, stop in boxes[0]) if len(boxes) == 1 else ()
     if entry.ranges is not None or len(ranges) != len(shape) or not shape:
         return None

@@ -7,6 +7,7 @@ over bound methods: a tree that changed is walked again, and what is the same in
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -259,7 +260,7 @@ class TrainingState:
             facts["not_transferable"] = bound
         parts = {item.entry.name: item.held.told for item in self.items if item.held.bound and not item.held.problem}
         if parts:
-            facts["parts"] = parts
+            facts["parts"] = json.dumps(parts)  # one text: it is encoded at every boundary
         return facts
 
     def remarks(self) -> list[tuple[str, str, int]]:
