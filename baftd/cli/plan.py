@@ -48,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     wanted = parser.add_argument_group("what is wanted")
     wanted.add_argument("--redundancy", choices=_MODES, default="auto", help="[auto: cheapest that survives a node]")
-    wanted.add_argument("--copies", type=count, default=1, metavar="K", help="of peer: copies on other nodes [1]")
-    wanted.add_argument("--group", type=count, default=4, metavar="G", help="of parity: nodes of a group [4]")
+    wanted.add_argument("--copies", type=count, metavar="K", help="of peer: copies on other nodes [1]")
+    wanted.add_argument("--group", type=count, metavar="G", help="of parity: nodes of a group [4]")
     wanted.add_argument("--lose", type=count, default=2, metavar="K", help="report losses of up to so many nodes [2]")
     show = parser.add_argument_group("output")
     show.add_argument("--onto", type=Path, metavar="FILE", help="what a restore onto that layout or declaration reads")
@@ -93,9 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     nodes = _nodes(arguments, source)
     known = arguments.ranks_per_node is not None or source.node_of_rank is not None or layout.world == 1
     others = len(set(nodes)) - 1
-    if arguments.copies > max(1, others):
+    copies = arguments.copies or 1
+    if copies > max(1, others):
         raise UsageError(
-            f"--copies {arguments.copies}: each copy needs a node of its own, and besides a rank's own there "
+            f"--copies {copies}: each copy needs a node of its own, and besides a rank's own there "
             f"{'is' if others == 1 else 'are'} {others or 'none'} (--ranks-per-node)."
         )
     plan = Plan.of(
@@ -106,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         network_bytes=arguments.network_bytes,
         node_memory=_node_memory(arguments, source),
         durable=bool(source.durable if arguments.durable is None else arguments.durable),
-        copies=arguments.copies,
-        group=arguments.group,
+        copies=copies,
+        group=arguments.group or 4,
         lose=arguments.lose,
         slots=source.slots,
         nodes_are="" if known else f" of up to {_NODE_RANKS} ranks (supposed: --ranks-per-node)",
@@ -145,9 +146,10 @@ def _check(arguments: argparse.Namespace, layout: Layout) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
     if arguments.lose > _MOST_LOST:
         raise UsageError(f"--lose {arguments.lose}: losses of up to {_MOST_LOST} nodes are looked at.")
-    if arguments.redundancy in ("replicas", "parity", "none") and arguments.copies > 1:
-        raise UsageError(f"--copies is of peer, but --redundancy is {arguments.redundancy}.")
-    if arguments.group < 2:
+    for name, mode in (("copies", "peer"), ("group", "parity")):
+        if getattr(arguments, name) is not None and arguments.redundancy not in ("auto", mode):
+            raise UsageError(f"--{name} is of {mode}, but --redundancy is {arguments.redundancy}.")
+    if arguments.group is not None and arguments.group < 2:
         raise UsageError(f"--group {arguments.group}: a parity group needs 2 nodes or more.")
 
 

@@ -51,6 +51,8 @@ def test_bytes_before_and_after(cli: Cli, declared: Path) -> None:
         (["dp", "pp"], 4, 4, 2 * MIB),
         (["dp"], 2, 2, 4 * MIB),
     ]
+    for row, each in zip(found["savers"], (2 * MIB, MIB // 2, 2 * MIB), strict=True):
+        assert row["each"] == {"least": each, "median": each, "most": each}
     assert found["commit_plan"]["parts"] == 8
 
 

@@ -59,6 +59,7 @@ def layout(tmp_path: Path) -> str:
         ((*GPT, "--dp", "16", "--copies", "2"), "and besides a rank's own there is 1 (--ranks-per-node)"),
         ((*GPT, "--copies", "2"), "and besides a rank's own there are none (--ranks-per-node)"),
         ((*GPT, "--copies", "2", "--redundancy", "none"), "--copies is of peer, but --redundancy is none"),
+        ((*GPT, "--group", "4", "--redundancy", "peer"), "--group is of parity, but --redundancy is peer"),
         (("plan", "--preset", "gpt-1.3b", "--style", "llama"), "--style says how a model by numbers is built"),
         ((*GPT, "--window-bytes", "4"), "'4' has no unit"),
         ((*GPT, "--window-bytes", "0"), "--window-bytes is 0: it must be more"),
