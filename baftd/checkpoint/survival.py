@@ -128,27 +128,6 @@ class Survival:
             raise UsageError(f"what the loss of {count} nodes means was not asked: only up to {self.most}.")
         return all(len(one) > count for one in (*self.breaking, *self.small))
 
-    def sentences(self, shown: int = 4) -> tuple[str, ...]:
-        """The report for people; at most `shown` sets of each kind are named."""
-        largest = max((count for count in range(1, self.most + 1) if self.survives_any(count)), default=0)
-        said = []
-        if largest:
-            what = "any one node" if largest == 1 else f"any {largest} nodes"
-            said.append(f"The loss of {what} leaves every step whole in memory.")
-        else:
-            said.append("The loss of a single node can break a step in memory.")
-        small = tuple(one for one in self.small if not any(other <= one for other in self.breaking))
-        for name, sets in (("A range is lost", self.breaking), ("Only a rank's small state is lost", small)):
-            if sets:
-                named = "; ".join(" + ".join(sorted(one)) for one in sets[:shown])
-                more = f"; and {len(sets) - shown} more" if len(sets) > shown else ""
-                said.append(f"{name} with: {named}{more}.")
-        if self.breaking or self.small:
-            said.append(
-                "The newest durable step is left then." if self.durable else "There is no durable tier to fall back on."
-            )
-        return tuple(said)
-
     def _unprotected(self, home: Nodes, hit_twice: Nodes) -> bool:
         """Whether parity does not help either: each group that a node of `home` belongs to has lost two."""
         return not self.protection.groups or home <= hit_twice
