@@ -383,6 +383,7 @@ def said_parallel(parallel: ParallelDescription) -> str:
     words = [f"{name} {getattr(parallel, name)}" for name in ("tp", "cp", "dp", "pp") if getattr(parallel, name) > 1]
     words = [" x ".join(words)] if words else []
     words += [f"{name} {getattr(parallel, name)}" for name in ("ep", "vpp") if getattr(parallel, name) > 1]
+    words += [f"etp {parallel.expert_tp}"] if parallel.expert_tp != parallel.tp else []
     words += [f"zero {parallel.zero}"] if parallel.zero else []
     words.append(f"{parallel.world} rank{'s' * (parallel.world != 1)}")
     return ", ".join(words)

@@ -156,6 +156,8 @@ def test_a_changed_preset(cli: Cli) -> None:
     assert found["source"] == (
         "mixtral-8x7b with other layers (3.2 billion parameters), tp 2 x dp 4, ep 4, zero 1, 8 ranks"
     )
+    _, found = cli.json(*given, "--etp", "1", "--ep", "8")
+    assert found["source"].endswith("tp 2 x dp 4, ep 8, etp 1, zero 1, 8 ranks")
 
 
 def test_a_llama_by_numbers_learns_no_positions(cli: Cli) -> None:
