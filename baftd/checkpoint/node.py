@@ -98,14 +98,22 @@ class NodeJob(NodeReports):
         self._has_loaded(rank, token, out)  # else it would not train: known again, if the daemon died after it was said
         table = self._table(rank)
         table.lay(slots)
+        self._drop_unused(rank, table, writer, out)
         for slot in table:
-            if slot.writer == writer and slot.state is SlotState.FILLING and slot.retired:
-                self._clear(rank, slot, out)  # it lays out anew, so it fills nothing
-            elif slot.writer == writer and slot.state is SlotState.FILLING and slot.step is None:
+            if slot.writer == writer and slot.state is SlotState.FILLING and slot.step is None:
                 out.announce.append(GrantSlot(rank, writer, token, slot.index, slot.generation))
         if self._view is not None:
             out.announce.append(TellCadence(rank, writer, token, self._view.cadence))
             self._tell_committed(rank, client, None, out)
+        return self._settle(out)
+
+    def shed(self, rank: int, writer: Writer, keep: Collection[int]) -> Ready[NodeInstruction]:
+        """There is no room for the layout that the process is about to declare, which has a use for the slots `keep` of
+        the rank: of all others those go in which nothing is wanted. It must declare before it fills a slot again."""
+        out = Out()
+        table = self._table(rank)
+        table.lay(keep)
+        self._drop_unused(rank, table, writer, out)
         return self._settle(out)
 
     def lay_slots(self, rank: int, slots: Sequence[int]) -> Ready[NodeInstruction]:

@@ -261,6 +261,12 @@ class NodeSlots:
         slot.state, slot.writer, slot.token = SlotState.FILLING, writer, token
         out.records.append(slot_record("grant", rank, slot))
 
+    def _drop_unused(self, rank: int, table: SlotTable, writer: Writer, out: Out) -> None:
+        """A process lays out anew, so it fills nothing: what it was granted of its old layout is free."""
+        for slot in table:
+            if slot.writer == writer and slot.state is SlotState.FILLING and slot.retired:
+                self._clear(rank, slot, out)
+
     def _clear(self, rank: int, slot: Slot, out: Out) -> None:
         slot.clear()
         out.records.append(slot_record("free", rank, slot))

@@ -142,12 +142,19 @@ class Trainer:
             order = (job, client.rank, layout, taken, job.restored_slots(), message.numa_node)
             try:
                 slots, fresh = await workers.urgent(self._lay_out, *order)
-            except NoRoom as short:
-                make_room = self._context.make_room
-                need = short.missing or self._context.slots * file_size(layout.capacity)
-                if make_room is None or not await make_room(need):
-                    raise
-                slots, fresh = await workers.urgent(self._lay_out, *order)
+            except NoRoom:
+                # First what this rank itself has no use for: slots of the layout that it leaves, or another world's.
+                self.admit(job, client, message.token, message.rank)
+                keep = self._fitting(job, client.rank, layout, taken)
+                job.apply(job.core.shed(client.rank, job.writer_of(client), keep))
+                try:
+                    slots, fresh = await workers.urgent(self._lay_out, *order)
+                except NoRoom as short:
+                    make_room = self._context.make_room
+                    need = short.missing or self._context.slots * file_size(layout.capacity)
+                    if make_room is None or not await make_room(need):
+                        raise
+                    slots, fresh = await workers.urgent(self._lay_out, *order)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
         record = layout_record(client, token, layout, slots, message.stages, message.coordinates)
         job.remember_layout(client.rank, record)
@@ -214,6 +221,15 @@ class Trainer:
             return Cadence(token=token, from_step=0, memory_every=self._context.settings.memory_every)
         return Cadence(token=token, from_step=view.cadence.from_step, memory_every=view.cadence.every)
 
+    def _fitting(self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int]) -> list[int]:
+        """Slots of a former layout that serve as well: large enough, and not so large that memory is wasted. One that a
+        process of an older start may still write to is given to nobody, however long that lives."""
+        capacity = file_size(layout.capacity) - IMAGE_OFFSET
+        present = job.files.find(rank).items()
+        most = capacity + capacity // 4 + (1 << 20)
+        found = [slot for slot, room in present if capacity <= room <= most and slot not in taken]
+        return found[: self._context.slots]
+
     def _lay_out(
         self,
         job: JobOnNode,
@@ -225,15 +241,7 @@ class Trainer:
     ) -> tuple[list[int], list[int]]:
         """(slots of the layout, those of them whose pages are not touched yet). The first free one is touched."""
         settings, count = self._context.settings, self._context.slots
-        capacity = file_size(layout.capacity) - IMAGE_OFFSET
-        # A slot of a former layout serves as well when it is large enough, and not so large that memory is wasted.
-        # One that a process of an older start may still write to is given to nobody, however long that lives.
-        present = [
-            slot
-            for slot, room in job.files.find(rank).items()
-            if capacity <= room <= capacity + capacity // 4 + (1 << 20) and slot not in taken
-        ]
-        slots = present[:count]
+        slots = self._fitting(job, rank, layout, taken)
         missing = count - len(slots)
         if missing:
             size = file_size(layout.capacity)

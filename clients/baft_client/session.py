@@ -37,7 +37,7 @@ from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
 from baft_client.standing import Identity, Standing
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.identity import Token, check_job_name
-from baftd.errors import BaftError, Degraded, Fenced, ProtocolError, TryAgain, Unreachable, UsageError
+from baftd.errors import BaftError, Degraded, Fenced, NoRoom, ProtocolError, TryAgain, Unreachable, UsageError
 from baftd.memory.processes import start_time
 from baftd.settings import Settings, load_settings
 from baftd.telemetry import get_logger
@@ -381,6 +381,7 @@ class Session:
         except BaftError as error:
             if not isinstance(error, TryAgain):
                 self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
+            self._standing.must_declare |= isinstance(error, NoRoom)  # slots of the former layout may have made room
             return error
         self._declare_error = None
         self._counters.declares += 1

@@ -247,8 +247,9 @@ class NodeMachine(RuleBasedStateMachine):
         self.do("restored", 0, head.token)
 
     @precondition(lambda self: self.current() is not None)
-    @rule(anew=st.booleans(), data=st.data())
-    def process_declares(self, anew: bool, data: st.DataObject) -> None:
+    @rule(anew=st.booleans(), short=st.booleans(), data=st.data())
+    def process_declares(self, anew: bool, short: bool, data: st.DataObject) -> None:
+        """For another layout, too, for which there may be no room (`short`)."""
         alive = [p for p in self.processes if p.alive]
         if alive:
             process = data.draw(st.sampled_from(alive))
@@ -256,6 +257,9 @@ class NodeMachine(RuleBasedStateMachine):
                 first = 0 if process.slots[0] else self.count
                 process.slots = tuple(range(first, first + self.count))
                 process.grant = process.filling = None
+                if short and process.token == self.core.token:
+                    keep = [slot for slot in process.slots if slot in self.headers]
+                    self.do("shed", 0, process.writer, keep, actor=process.writer)
             self.declare(process)
 
     @precondition(lambda self: self.pick(0, lambda p: p.grant is not None and p.filling is None) is not None)

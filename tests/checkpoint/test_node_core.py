@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from baftd.checkpoint.facts import Writer
+from baftd.checkpoint.slots import SlotState
 from baftd.errors import RankError
 from tests.checkpoint.node_machine import NodeMachine
 
@@ -49,3 +50,21 @@ def test_a_late_message_does_not_fit_a_slot_that_was_made_anew() -> None:
     before = machine.journal[:]
     machine.do(seal[0], 0, seal[1], *seal[2], actor=seal[1], **seal[3])
     assert machine.journal == before
+
+
+def test_slots_of_a_layout_that_is_left_make_room() -> None:
+    """All but those in which something is wanted, and those that the next layout has a use for."""
+    machine = NodeMachine()
+    machine.begin_job(4)
+    machine.steps_everywhere(2)
+    table, process = machine.core.tables[0], machine.processes[0]
+    committed = [slot.index for slot in table.contents()]
+    free = [slot.index for slot in table if slot.state is SlotState.FREE]
+    assert (len(committed), len(free), process.grant is not None) == (1, 2, True)
+    process.grant = None
+    machine.do("shed", 0, process.writer, free[:1], actor=process.writer)
+    assert sorted(machine.headers) == sorted(committed + free[:1])
+    process.slots = (*free[:1], 5)
+    machine.declare(process)
+    machine.steps_everywhere(1)
+    assert sorted(machine.headers) == sorted(process.slots)

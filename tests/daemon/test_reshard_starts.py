@@ -26,6 +26,7 @@ from baftd.wire.messages import (
 )
 from tests.support.daemon import Daemon, RunDirs, wait_until
 from tests.support.faulty_daemon import FaultyDaemon
+from tests.support.tmpfs import small_tmpfs
 from tests.support.wire_rank import JOB, WireRank, content_of, image_bytes, start_of, tensors, together, train
 from tests.support.zygote import Zygote
 
@@ -300,6 +301,32 @@ def test_both_generations_are_counted_before_anything_is_made(run_dirs: RunDirs,
         train(ranks, 3, 3)
         together(ranks, WireRank.leave)
     assert daemon.status().counters["internal_errors"] == 0
+
+
+def test_slots_of_the_former_layout_make_room(run_dirs: RunDirs, started: Started) -> None:
+    """Four slots for all, and then for the halves beside one of them: no more fits."""
+    with small_tmpfs(run_dirs.shm, "35m"), started(durable_every="1000000 steps") as daemon:
+        with start_of(run_dirs, 1, A) as ranks:
+            together(ranks, WireRank.restored)
+            ranks[0].declare(tensors(0, elements=4 << 20))
+            train(ranks, 1, 2)
+            together(ranks, WireRank.leave)
+        halves = [tensors(rank, elements=2 << 20) for rank in range(2)]
+        with start_of(run_dirs, 2, B, reshard=True) as ranks:
+            together(ranks, WireRank.restored)
+            ranks[1].declare(halves[1])
+            ranks[0].declare(halves[0])
+            assert len([name for name in shm_names(run_dirs) if name.startswith("rank-00000.slot")]) == 5
+            checked(plans(ranks)[0], 1, 2)
+            train(ranks, 3, 3)
+            with pytest.raises(NoRoom):
+                ranks[0].declare(tensors(0, elements=16 << 20))
+            ranks[0].grants.clear()
+            ranks[0].declare(halves[0])  # as before: three slots of four had made room, to no avail
+            train(ranks, 4, 6)
+            together(ranks, lambda rank: rank.finish(6))
+        assert list(run_dirs.shm.rglob("rank-*")) == []
+        assert daemon.status().counters["internal_errors"] == 0
 
 
 def test_what_must_be_fetched_is_counted_before_the_first_byte(run_dirs: RunDirs, started: Started) -> None:
