@@ -94,6 +94,7 @@ class Checkpointer:
         resumed = self._session.resume(fresh=fresh, takeover=takeover, reshard=reshard, timeout=timeout)
         if resumed.image is not None or resumed.shards is not None:
             try:
+                self._state.models.shard()
                 if resumed.shards is not None:
                     self._load_shards(resumed.shards)
                 else:

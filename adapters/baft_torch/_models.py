@@ -73,7 +73,16 @@ class ModelTree:
         self._buffers: list[tuple[str, dict[str, Any], str, Origin]] = []
         self.broadcast_buffers: list[str] = []
         """Buffers that DistributedDataParallel copies from its first rank to all, before each forward."""
+        self.shard()
         self.walk()
+
+    def shard(self) -> None:
+        """Have `fully_shard` give up whole parameters that a forward pass (a first evaluation) has left in the modules:
+        they are no state, and what is loaded into the shards would not be seen in them. Call it outside of forward."""
+        for root in self._roots:
+            for module in root.module.modules():
+                if callable(getattr(module, "_get_fsdp_state", None)):
+                    module.reshard()  # type: ignore[operator]
 
     def walk(self) -> None:
         """Read the modules anew: call it outside of forward, when `changed()`."""
