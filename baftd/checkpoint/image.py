@@ -62,6 +62,8 @@ MAX_HEADER = 100_000_000
 """Bytes of JSON that safetensors accepts."""
 
 _NUMBER = 22  # room for a quoted 64-bit number
+_BYTES = 16  # and for one up to MAX_BYTES
+_RANK = 9  # and for a quoted rank or number of ranks
 _LIMIT = 10 ** (_NUMBER - 2) - 1
 
 
@@ -162,7 +164,7 @@ def plan_image(
     if plan:
         check_entries(held)
         more = {"baft.plan": plan.hex(), "baft.held": _json([_described(entry) for entry in held])}
-    head = _render_head(flat.small_offset, small_room, job, rank, world, flat.placements, more)
+    head = _render_head(flat.small_offset, job, rank, world, flat.placements, more)
     tail = _render_tensors(flat)
     filled = len(head % (0, 0, b"", b"", b"", b"")) + 32  # the incarnation fills its place
     length = filled + len(tail) + 1
@@ -194,7 +196,6 @@ def plan_image(
 
 def _render_head(
     begin: int,
-    small_room: int,
     job: str,
     rank: int,
     world: int,
@@ -202,24 +203,27 @@ def _render_head(
     more: dict[str, str],
 ) -> bytes:
     """Template for `%` of everything up to the end of the metadata: 8 bytes for the length, the small state, the
-    metadata. Placeholders: small length, small end, epoch, incarnation, step, updates."""
-    wide, end = len(str(small_room)), len(str(begin + small_room))
+    metadata. Placeholders: small length, small end, epoch, incarnation, step, updates.
+
+    Of fixed width, too, is what differs between ranks with the same entries: their images, which have one tree digest,
+    have headers of one length, so one map serves them all.
+    """
     table = {p.stored_name: extra for p in placements if (extra := _extra(p))}
     fixed = {
         "baft.format": FORMAT,
         "baft.job": job,
-        "baft.rank": str(rank),
-        "baft.world": str(world),
         "baft.entries": _json(table),
         **more,
     }
     return b"".join(
         (
             bytes(8),
-            b'{"%s":{"dtype":"U8","shape":[%%%dd],' % (SMALL_STATE.encode(), wide),
-            b'"data_offsets":[%d,%%%dd]},"__metadata__":{' % (begin, end),
+            b'{"%s":{"dtype":"U8","shape":[%%%dd],' % (SMALL_STATE.encode(), _BYTES),
+            b'"data_offsets":[%d,%%%dd]},"__metadata__":{' % (begin, _BYTES),
             b'"baft.epoch":%%%ds,"baft.incarnation":"%%s",' % _NUMBER,
             b'"baft.step":%%%ds,"baft.updates":%%%ds,' % (_NUMBER, _NUMBER),
+            b'"baft.rank":%*s,' % (_RANK, b'"%d"' % rank),
+            b'"baft.world":%*s,' % (_RANK, b'"%d"' % world),
             _json(fixed)[1:].encode().replace(b"%", b"%%"),
         )
     )

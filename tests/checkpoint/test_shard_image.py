@@ -119,6 +119,21 @@ def test_only_numbers_change_from_step_to_step() -> None:
     assert parse_image_header(last).small_length == layout.small_room
 
 
+def test_ranks_with_the_same_entries_have_headers_of_one_length() -> None:
+    # Names of so many lengths that some header would cross a page if rank, world or the room counted in it.
+    for length in range(220):
+        entries = [TensorEntry(f"{i}.{'x' * length}", "F32", (2, 3), 24) for i in range(10, 30)]
+        images = [
+            plan_image(entries, room, job="job", rank=rank, world=world)
+            for rank, world, room in ((0, 1, 0), (10, 100_000, 1 << 30), (99_999, 1 << 20, 3 << 40))
+        ]
+        assert len({image.tree_digest for image in images}) == 1
+        assert len({(image.data_offset, image.small_offset) for image in images}) == 1, length
+        header = images[-1].render_header(TOKEN, step=1, updates=1, small_length=0)
+        parsed = parse_image_header(header)
+        assert (parsed.rank, parsed.world, len(header)) == (99_999, 1 << 20, images[-1].data_offset)
+
+
 def test_rendering_is_fast() -> None:
     entries = [TensorEntry(f"optim.0.layers.{i}.attention.weight.exp_avg", "F32", (4, 4), 64) for i in range(1000)]
     layout = plan_image(entries, 1 << 20, job="gpt", rank=0, world=1)
