@@ -55,6 +55,7 @@ def test_an_unchanged_tree_keeps_its_plan() -> None:
     plan = CommitPlan.of(divide(layout()), generation=3)
     assert plan.next_generation(layout()) is plan
     assert CommitPlan.of(divide(Layout.decode(layout().encode()))).digest == plan.digest
+    assert len(plan.digest) == 16
     assert plan.changes_from(CommitPlan.of(divide(layout()))) == ()
 
 
