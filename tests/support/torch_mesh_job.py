@@ -67,16 +67,16 @@ def check_nets(rank: int, world: int) -> int:
     """Parameters and moments: what all ranks declare is the whole that `full_tensor` gathers."""
     done = 0
     for what, net in nets(world):
-        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for param in net.parameters():
             param.grad = param.detach() * 2
         optimizer.step()
         state = TrainingState(ModelTree(net, world=world), [optimizer])
-        held = gathered([(entry, data) for entry, data in saved_of(state) if not entry.name.endswith("step")])
+        held = gathered(saved_of(state))
         layout = Layout.of_entries({each: [entry for entry, _ in saved] for each, saved in held.items()})
         for name, param in net.named_parameters():
-            moment = optimizer.state[param]["exp_avg"]
-            for full, tensor in ((f"model.{name}", param), (f"optim.0.{name}.exp_avg", moment)):
+            moment = optimizer.state[param]["momentum_buffer"]
+            for full, tensor in ((f"model.{name}", param), (f"optim.0.{name}.momentum_buffer", moment)):
                 assert isinstance(tensor, DTensor)
                 whole = tensor.full_tensor().detach().numpy()
                 seen = np.full(whole.shape, np.nan, np.float32)
