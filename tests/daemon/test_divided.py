@@ -128,25 +128,32 @@ def test_a_daemon_that_is_killed_and_trees_that_change(run_dirs: RunDirs, zygote
     """What was divided stays so without the daemon that did it. Another room, then another tree, are divided anew."""
     with Daemon(run_dirs, redundancy="none") as daemon:
         job = Job(run_dirs, zygote)
-        start = job.start(4, steps=9, wait_at=[2], room_at=[4], grow_at=6, kill=True)
+        # All wait for each other at each step, as in a job: no rank meets another tree of others than it has itself.
+        all_but_the_last = list(range(1, 9))
+        start = job.start(
+            4, steps=9, wait_at=all_but_the_last, patience=0.3, room_at=[4], grow_at=6, kill=True
+        )  # fmt: skip
         assert [one["step"] for one in start.hear()] == [0] * 4
-        assert [one["waits"] for one in start.hear()] == [2] * 4
-        daemon.kill()
-        daemon.start()
-        wait_until(lambda: ranks_of(daemon) == [0, 1, 2, 3], "all ranks are back")
-        reply = daemon.request(LayoutRequest(job="divided"))
-        assert isinstance(reply, LayoutReply)
-        layout = Layout.decode(reply.layout)
-        assert [sorted(layout.tensor(name).held) for name in REPLICATED] == [[0, 1, 2, 3]] * len(REPLICATED)
-        start.go_on()
+        for step in all_but_the_last:
+            assert [one["waits"] for one in start.hear()] == [step] * 4
+            if step == 2:
+                daemon.kill()
+                daemon.start()
+                wait_until(lambda: sorted(ranks_of(daemon)) == [0, 1, 2, 3], "all ranks are back")
+                reply = daemon.request(LayoutRequest(job="divided"))
+                assert isinstance(reply, LayoutReply)
+                layout = Layout.decode(reply.layout)
+                assert [sorted(layout.tensor(name).held) for name in REPLICATED] == [[0, 1, 2, 3]] * len(REPLICATED)
+            start.go_on()
         last = start.hear()
         start.close()
         assert [one["committed"] for one in last] == [9] * 4
         assert divided(last, more=150 * 8)
         assert divided(job.run(4, 9, grown=True), more=150 * 8)
         assert job.extras == [{"lr": 0.5, "seed": rank} for rank in range(4)]
-        plans = set(re.findall(r"event=divided job=divided plan=([0-9a-f]+)", daemon.log))
-        assert len(plans) == 2, "one before the tree changed, and one since"
+        plans = re.findall(r"event=divided job=divided plan=([0-9a-f]+)", daemon.log)
+        assert plans[0] != plans[-1], "another tree, another plan"
+        assert plans[-2] == plans[-1], "the next start has the tree that the last one ended with"
 
 
 def test_ranges_that_do_not_fit_together(run_dirs: RunDirs, zygote: Zygote) -> None:
@@ -174,7 +181,7 @@ def test_another_setting_for_a_job_that_runs(run_dirs: RunDirs, zygote: Zygote) 
                 daemon.kill()
                 daemon.more["redundancy"] = "none" if step == 2 else "replicas"
                 daemon.start()
-                wait_until(lambda: ranks_of(daemon) == [0, 1], "both ranks are back")
+                wait_until(lambda: sorted(ranks_of(daemon)) == [0, 1], "both ranks are back")
             start.go_on()
         last = start.hear()
         start.close()
