@@ -367,7 +367,7 @@ class Session:
             return self._declare_error
         if self._layout.writer is not None and small_bytes > self._layout.small_room:
             note = "slots are laid out anew"
-            self._log.warning("small_state_grew", bytes=small_bytes, room=self._layout.small_room, note=note)
+            self._log.warning("small_state_grew", bytes=small_bytes, had=self._layout.small_room, note=note)
         try:
             reply = self._layout.declare(
                 token,
