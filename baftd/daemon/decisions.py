@@ -64,7 +64,7 @@ class Decisions:
             self._waiters.dead(job, news.checkpoint, f"rank {news.rank}: {news.reason}")
         elif isinstance(news, Quarantined):
             job.counters.add("quarantined")
-            where = [f"rank {rank} on node {node}" for rank, node in news.ranks]
+            where = [f"rank {rank} on node {node}" if node else f"rank {rank}, durable" for rank, node in news.ranks]
             step, epoch = news.checkpoint.step, news.checkpoint.epoch
             job.log.error("quarantined", step=step, epoch=epoch, ranks=where, why=news.reason)
         elif isinstance(news, Withdrawn):

@@ -72,6 +72,8 @@ def test_a_damaged_durable_file_is_passed_over(run_dirs: RunDirs, name: str, how
         damage(newest / name, how)
         daemon.start()
         assert resume_and_finish(run_dirs) == int(older.name.split("-")[1].split(".")[0])
+        if (name, how) == ("rank-00000.safetensors", "flipped"):
+            assert "rank 0, durable" in next(line for line in daemon.log.splitlines() if "event=quarantined" in line)
         assert daemon.status().counters["internal_errors"] == 0
 
 

@@ -248,7 +248,10 @@ def test_an_operator_s_restore_and_then_another_world(run_dirs: RunDirs, started
     assert isinstance(reply, RestoreReply)
     assert (reply.step, reply.world, len(reply.sources)) == (2, 4, 4)
     with start_of(run_dirs, 1, B, reshard=True) as ranks:
-        checked(plans(ranks)[0], 4, 2)
+        (image,) = [one for one in checked(plans(ranks)[0], 4, 2) if "rank-00003" in one.path]
+        # Step 5 was left, and this start has no rank 3: its memory is given back before the first commit.
+        left = [name for name in shm_names(run_dirs) if name.startswith("rank-00003.slot")]
+        assert left == [Path(image.path).name]
         train(ranks, 3, 3)
         wait_until(lambda: ranks_in_memory(run_dirs) == {0}, lambda: f"still there: {shm_names(run_dirs)}")
         together(ranks, WireRank.leave)
