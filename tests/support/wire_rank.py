@@ -75,6 +75,7 @@ class WireRank:
         self.plan: ResumePlan | None = None
         self.grants: list[Grant] = []
         self.committed: list[int] = []
+        self.asked_to_declare = 0
         self.declared: Declared | None = None
         self.entries: list[TensorEntry] = []
         self._id = 0
@@ -112,6 +113,8 @@ class WireRank:
             self.grants.append(reply)
         elif isinstance(reply, Committed) and reply.tier == "memory":
             self.committed.append(reply.step)
+        elif isinstance(reply, ErrorReply) and not reply.id and reply.field == "declare":
+            self.asked_to_declare += 1
         return reply
 
     # ------------------------------------------------------------ a start
@@ -200,6 +203,13 @@ class WireRank:
         deadline = time.monotonic() + timeout
         while step not in self.committed:
             self._next(deadline, f"step {step} not committed")
+
+    def wait_asked(self, timeout: float = 10.0) -> None:
+        """Until the daemon has asked it to lay out anew."""
+        deadline = time.monotonic() + timeout
+        while not self.asked_to_declare:
+            self._next(deadline, "not asked to declare")
+        self.asked_to_declare = 0
 
     def finish(self, step: int) -> Saved:
         """Say that the rank is done; answered when all are."""
