@@ -243,6 +243,21 @@ def test_no_room_is_told_once_and_not_asked_for_at_every_step(where: Places, dae
         assert trainer.one_step().kind is OutcomeKind.SEALED
 
 
+def test_the_former_layout_is_declared_anew_where_another_found_no_room(where: Places, daemon: ScriptedDaemon) -> None:
+    """Its slots may have gone to make room for the other."""
+    with Trainer(where) as trainer:
+        trainer.join()
+        assert trainer.one_step().kind is OutcomeKind.SEALED
+        daemon.refuse[Declare] = NoRoom("12 GB are needed")
+        trainer.small["more"] = b"x" * (8 << 20)
+        assert "12 GB" in trainer.one_step().reason
+        del trainer.small["more"]
+        daemon.refuse.clear()
+        trainer.session._declare_again = 0.0
+        assert trainer.one_step().kind is OutcomeKind.SEALED
+        assert trainer.session.counters.declares == 2
+
+
 def test_small_state_that_is_not_data_skips_with_its_path(where: Places, daemon: ScriptedDaemon) -> None:
     with Trainer(where) as trainer:
         trainer.join()
