@@ -143,10 +143,12 @@ class Trainer:
             try:
                 slots, fresh = await workers.urgent(self._lay_out, *order)
             except NoRoom:
-                # First what this rank itself has no use for: slots of the layout that it leaves, or another world's.
+                # First what this rank itself has no use for, slots of the layout that it leaves or another world's; and
+                # what was left of ranks that have not laid out theirs: they make it anew if it is what they need.
                 self.admit(job, client, message.token, message.rank)
-                keep = self._fitting(job, client.rank, layout, taken)
-                job.apply(job.core.shed(client.rank, job.writer_of(client), keep))
+                keep = {client.rank: self._fitting(job, client.rank, layout, taken)}
+                for rank in [rank for rank in job.core.tables if rank in keep or not job.declared(rank)]:
+                    job.apply(job.core.shed(rank, job.writer_of(client), keep.get(rank, [])))
                 try:
                     slots, fresh = await workers.urgent(self._lay_out, *order)
                 except NoRoom as short:

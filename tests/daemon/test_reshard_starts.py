@@ -306,9 +306,10 @@ def test_both_generations_are_counted_before_anything_is_made(run_dirs: RunDirs,
     assert daemon.status().counters["internal_errors"] == 0
 
 
-def test_slots_of_the_former_layout_make_room(run_dirs: RunDirs, started: Started) -> None:
-    """Four slots for all, and then for the halves beside one of them: no more fits."""
-    with small_tmpfs(run_dirs.shm, "35m"), started(durable_every="1000000 steps") as daemon:
+@pytest.mark.parametrize("first", [0, 1])
+def test_slots_of_the_former_layout_make_room(run_dirs: RunDirs, started: Started, first: int) -> None:
+    """Four slots for all, and then for the halves beside one of them: no more fits. Whoever declares first."""
+    with small_tmpfs(run_dirs.shm, "31m"), started(durable_every="1000000 steps") as daemon:
         with start_of(run_dirs, 1, A) as ranks:
             together(ranks, WireRank.restored)
             ranks[0].declare(tensors(0, elements=4 << 20))
@@ -317,8 +318,8 @@ def test_slots_of_the_former_layout_make_room(run_dirs: RunDirs, started: Starte
         halves = [tensors(rank, elements=2 << 20) for rank in range(2)]
         with start_of(run_dirs, 2, B, reshard=True) as ranks:
             together(ranks, WireRank.restored)
-            ranks[1].declare(halves[1])
-            ranks[0].declare(halves[0])
+            for rank in (ranks[first], ranks[1 - first]):
+                rank.declare(halves[rank.rank])
             assert len([name for name in shm_names(run_dirs) if name.startswith("rank-00000.slot")]) == 5
             checked(plans(ranks)[0], 1, 2)
             train(ranks, 3, 3)
