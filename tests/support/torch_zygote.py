@@ -7,6 +7,7 @@ Ranks are children of this process: real processes, that die by SIGKILL like any
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import select
@@ -74,6 +75,7 @@ def run_rank(command: dict[str, Any], own: dict[str, str], log: str) -> None:
         os.environ.clear()
         os.environ.update({**command["env"], **own})
         sys.argv = [command["program"], *command["argv"]]
+        faulthandler.dump_traceback_later(45)  # into the log: where a rank hangs that will be ended for it
         PROGRAMS[command["program"]]()
         code = 0
     except SystemExit as end:

@@ -38,13 +38,24 @@ def trained(layers: int = 38) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def test_walking_300_tensors_costs_half_a_millisecond_at_most() -> None:
+def test_walking_300_tensors_costs_a_few_plain_looks_at_each() -> None:
     model, optimizer = trained()
     state = TrainingState(ModelTree(model), [optimizer])
-    assert len(state.refresh()) == 304
-    boundary = thread_ms(lambda: (state.refresh(), encode({**state.small(), "rng": _rng.capture({})})))
-    fence = thread_ms(lambda: list(state.identities()))
-    assert boundary + fence < 0.75, f"boundary {boundary:.3f} ms, fence {fence:.3f} ms"
+    tensors = [item.local for item in state.items]
+    assert len(state.refresh()) == len(tensors) == 304
+
+    def walk() -> None:
+        state.refresh()
+        encode({**state.small(), "rng": _rng.capture({})})
+        list(state.identities())
+
+    def look() -> None:
+        [(t.data_ptr(), t.numel(), t._version) for t in tensors]
+
+    # In turns, and as a ratio: what disturbs the one disturbs the other. Usually 5 (0.44 ms against 0.09).
+    pairs = [(thread_ms(walk, 10), thread_ms(look, 10)) for _ in range(12)]
+    ratio = min(ours / plain for ours, plain in pairs)
+    assert ratio < 9, f"{ratio:.1f} times as much as looking at pointer, size and version of each: {pairs}"
 
 
 @pytest.mark.parametrize("engine", ["native", "python"])
