@@ -110,3 +110,4 @@ def _print(reply: RestoreReply) -> None:
     say(f"fetched, verified and pinned in {reply.seconds:.1f} s; the next resume() of the job takes this plan.")
     say(f"next: start the job again with {ranks}, as you started it before, for example")
     say(f"    torchrun --nproc-per-node {reply.world} train.py" if reply.world > 1 else "    python train.py")
+    say("With another number of ranks, or in another layout, the script must call resume(reshard=True).")
