@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baftd.cli.common import ask, connect, job_name, settings_of
-from baftd.errors import BaftError, UsageError
+from baftd.errors import BaftError, LayoutError, UsageError
 
 if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
@@ -220,15 +222,31 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
     strategies = [path for path in found if path.suffix in (".ckpt", ".json") and path != arguments.shapes]
     files = _by_rank(strategies, folder)
     merged = strategies[0] if not files and len(strategies) == 1 else None
+    nameless = [path.name for path in strategies if path not in files.values()]
+    left_out = f" Left out, without rank<N> in the name: {', '.join(nameless[:4])}." if nameless else ""
     if not files and merged is None:
         raise UsageError(
-            f"{folder} has no strategy file.", hint="They are called *rank<N>*.ckpt (or .json), one for each rank."
+            f"{folder} has no strategy file.",
+            hint=f"They are called *rank<N>*.ckpt (or .json), one for each rank.{left_out}",
         )
-    world = arguments.world or max(files if files else groups, default=-1) + 1
-    if not world:
+    for flag in ("world", "pp"):
+        if getattr(arguments, flag) == 0:
+            raise UsageError(f"--{flag} 0: a job has at least one rank and one stage.")
+    ranks = max((*files, *groups), default=-1) + 1
+    if not (arguments.world or ranks):
         raise UsageError(f"{merged} is merged: without group files (*rank<N>*.pb) give --world.")
     read = {path: _read(path) for path in ([merged] if merged is not None else files.values())}
-    stages = arguments.pp or _stages(read)
+    stages, devices = _stages(read)
+    stages = arguments.pp or (stages if arguments.world else max(stages, -(-ranks // devices)))
+    world = arguments.world or max(ranks, stages * devices)
+    missing = next((rank for rank in range(world) if rank not in files), None)
+    if merged is None and missing is not None and world == stages * devices:
+        raise LayoutError(
+            f"{folder}: rank {missing} of {world} has no strategy file ({stages} stage{'s' * (stages != 1)} of "
+            f"{devices} ranks by dev_matrix).",
+            hint=f"Every rank writes one, *rank<N>*.ckpt (or .json); or give the merged one alone.{left_out}",
+            rank=missing,
+        )
     shapes, dtypes = _shapes(arguments.shapes)
     options: dict[str, Any] = {
         "groups": {rank: _read(path) for rank, path in groups.items()} or None,
@@ -251,14 +269,17 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
     return Source(layout, words)
 
 
-def _stages(files: Mapping[Path, bytes]) -> int:
-    """Pipeline stages of a job, as its strategy files tell them; 1 where they say nothing."""
+def _stages(files: Mapping[Path, bytes]) -> tuple[int, int]:
+    """Pipeline stages of a job, as its strategy files tell them (1 where they say nothing), and the ranks of each."""
     from baftd.formats.mindspore_strategy import parse_strategy
 
     # The ranks of a stage usually write equal files.
     different = {data: path for path, data in files.items()}
-    stages = [stage for data, path in different.items() for stage in parse_strategy(data, str(path)).stages]
-    return max(stages, default=0) + 1
+    parsed = [parse_strategy(data, str(path)) for data, path in different.items()]
+    devices = {file.source: prod(next(iter(file.tensors.values())).dev_matrix) for file in parsed}
+    # As most files say: one of another job is told by comparing it with the others.
+    usual, _ = Counter(devices[str(different[data])] for data in files.values()).most_common(1)[0]
+    return max((stage for file in parsed for stage in file.stages), default=0) + 1, usual
 
 
 def _by_rank(paths: Sequence[Path], folder: Path) -> dict[int, Path]:
@@ -270,7 +291,10 @@ def _by_rank(paths: Sequence[Path], folder: Path) -> dict[int, Path]:
             continue
         rank = int(match[1])
         if rank in found:
-            raise UsageError(f"{folder} has two files of rank {rank}: {found[rank].name} and {path.name}.")
+            raise UsageError(
+                f"{folder} has two files of rank {rank}: {found[rank].name} and {path.name}.",
+                hint="Put the strategy and group files of one job, and nothing else, into a folder.",
+            )
         found[rank] = path
     return found
 

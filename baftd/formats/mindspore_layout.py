@@ -99,7 +99,9 @@ def layout_from_strategy_files(
         job.take_file(rank, file, name)
     extra = min((rank for rank in files if not 0 <= rank < world), default=None)
     if extra is not None:
-        raise LayoutError(f"there is a strategy file of rank {extra}, but the job has {world} ranks.", rank=extra)
+        name = (sources or {}).get(extra, f"strategy file of rank {extra}")
+        why = f"it is of rank {extra}, but the job has {world} ranks: it is of another job, or the world is wrong"
+        raise LayoutError(f"{name}: {why}.", rank=extra)
     job.shape(shapes, part_shapes)
     return job.layout(dtypes, dtype, groups, group_sources)
 
@@ -166,7 +168,10 @@ class _Job:
 
     def __init__(self, world: int, stages: int, leave_out: Sequence[str]) -> None:
         if world < 1 or stages < 1 or world % stages:
-            raise LayoutError(f"{world} ranks cannot be divided into {stages} equal pipeline stages.")
+            raise LayoutError(
+                f"{world} ranks cannot be divided into {stages} equal pipeline stages.",
+                hint="Give the ranks or the stages of the whole job (baftd plan: --world, --pp).",
+            )
         self.world = world
         self.devices = world // stages
         self.stages = [_Stage(stage * self.devices) for stage in range(stages)]
@@ -214,10 +219,13 @@ class _Job:
         if stage.cuts is None:
             for name, cut in cuts.items():
                 if cut.devices != self.devices:
+                    fit, rest = divmod(self.world, cut.devices)
+                    stages = f"{fit} stage{'s' * (fit != 1)}"
                     raise LayoutError(
                         f"{source}: tensor {name!r} is cut over {cut.devices} devices (dev_matrix "
                         f"{list(cut.dev_matrix)}), but a stage of rank {rank}'s job has {self.devices}: the file is "
                         f"of another job, or world {self.world} or {len(self.stages)} stages is wrong.",
+                        hint="" if rest else f"With {cut.devices} ranks in each, {self.world} ranks are in {stages}.",
                         tensor=name,
                         rank=rank,
                     )
@@ -225,8 +233,13 @@ class _Job:
             return
         if cuts is stage.cuts or cuts == stage.cuts:
             return
-        name = min(name for name in cuts.keys() | stage.cuts.keys() if cuts.get(name) != stage.cuts.get(name))
-        here, there = (_said(found.get(name)) for found in (cuts, stage.cuts))
+        # Binary and JSON files of one job differ in this alone, that binary ones have no shapes.
+        ours, theirs = _with_shapes(cuts, stage.cuts), _with_shapes(stage.cuts, cuts)
+        if ours == theirs:
+            stage.cuts = theirs
+            return
+        name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        here, there = (_said(found.get(name)) for found in (ours, theirs))
         raise LayoutError(
             f"{source}: tensor {name!r} {here} on rank {rank}; on rank {stage.first} of the same stage it {there} "
             f"({stage.source}): files of different jobs are mixed.",
@@ -294,10 +307,13 @@ class _Job:
                     self._cuts(stage)[name] = replace(cut, shape=known[name][0])
         if missing:
             name, rank, source = min(missing)
+            more = len({name for name, _, _ in missing}) - 1
+            others = f" and of {more} other{'s' * (more != 1)}" if more else ""
             raise LayoutError(
-                f"{source}: the shape of tensor {name!r} (rank {rank}) and of {len(missing) - 1} others is not known: "
+                f"{source}: the shape of tensor {name!r} (rank {rank}){others} is not known: "
                 "binary strategy files have no shapes.",
-                hint="Give shapes, or strategy files that end in .json.",
+                hint='Give shapes of whole tensors (baftd plan: --shapes FILE, JSON such as {"name": [4, 8]}), or '
+                "strategy files that end in .json.",
                 tensor=name,
                 rank=rank,
             )
@@ -355,6 +371,9 @@ class _Job:
     ) -> None:
         """Whether a group file's list of replicas is what the cuts say."""
         file = parse_groups(data, source)
+        if not 0 <= rank < self.world:
+            why = f"it is of rank {rank}, but the job has {self.world} ranks"
+            raise LayoutError(f"{source}: {why}: it is of another job, or the world is wrong.", rank=rank)
         cuts = self.cuts_of(rank)
         named = {member for ranks in (*file.groups.values(), file.restore_ranks) for member in ranks}
         if max(named, default=0) >= self.world:
@@ -387,10 +406,18 @@ class _Job:
             raise LayoutError(f"{source}: {why}: it is of another job.", rank=rank)
 
 
+def _with_shapes(cuts: Mapping[str, Cut], others: Mapping[str, Cut]) -> dict[str, Cut]:
+    """The cuts, with the shapes of others where they have none."""
+    return {
+        name: replace(cut, shape=others[name].shape) if cut.shape is None and name in others else cut
+        for name, cut in cuts.items()
+    }
+
+
 def _said(cut: Cut | None) -> str:
     """A cut in words, after the name of the tensor."""
     if cut is None:
         return "is not there"
     axes = [list(axes) for axes in cut.tensor_map]
     shape = "" if cut.shape is None else f" of shape {cut.shape}"
-    return f"is cut by {axes} of {list(cut.dev_matrix)}, sharded by {cut.shard_size},{shape}".rstrip(",")
+    return f"is cut by {axes} of {list(cut.dev_matrix)}, sharded by {cut.shard_size}{shape and f',{shape}'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -215,7 +216,7 @@ def test_a_folder_without_strategy_files(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "a_rank0.ckpt").write_bytes(b"")
     (tmp_path / "b_rank_0.ckpt").write_bytes(b"")
     code, _, err = cli("plan", "--mindspore", str(tmp_path))
-    assert "two files of rank 0: a_rank0.ckpt and b_rank_0.ckpt" in err
+    assert "two files of rank 0: a_rank0.ckpt and b_rank_0.ckpt. Put the strategy and group files of one job" in err
 
 
 def shapes_of(name: str, path: Path) -> str:
@@ -235,6 +236,41 @@ def test_strategy_files_of_mindspore(cli: Cli, tmp_path: Path, name: str, world:
     assert [row["stages"] for row in found["stages"]] == [[stage] for stage in range(stages)]
     elements = sum(math.prod(shape) for shape in first_sample(name).shapes.values())
     assert found["bytes"]["unique"] >= 4 * elements - 2 * 8
+
+
+def test_what_is_missing_among_strategy_files(cli: Cli, tmp_path: Path) -> None:
+    """The number of ranks comes from the files: it must not be taken from those that happen to be there."""
+    shapes = shapes_of("dp2mp2pp2", tmp_path / "shapes.json")
+    folder = tmp_path / "job"
+    given = ("plan", "--mindspore", str(folder), "--shapes", shapes)
+
+    def said(*more: str) -> str:
+        code, _, err = cli(*given, *more)
+        assert code != 0
+        return err
+
+    shutil.copytree(DATA / "first" / "dp2mp2pp2", folder)
+    for flag in ("--world", "--pp"):
+        assert f"{flag} 0: a job has at least one rank" in said(flag, "0")
+    (last,) = folder.glob("strategy*rank7.ckpt")
+    last.rename(folder / "strategy_7.ckpt")
+    err = said()
+    assert f"{folder}: rank 7 of 8 has no strategy file (2 stages of 4 ranks by dev_matrix)" in err
+    assert "Left out, without rank<N> in the name: strategy_7.ckpt." in err
+    for path in folder.glob("group*rank7.pb"):
+        path.unlink()
+    assert "rank 7 of 8 has no strategy file" in said()
+    for path in folder.glob("strategy*rank[456].ckpt"):
+        path.unlink()
+    assert "rank 4 of 8 has no strategy file" in said()  # as the group files say
+    shutil.rmtree(folder)
+    shutil.copytree(DATA / "first" / "dp2mp2pp2", folder)
+    (other,) = (DATA / "first" / "dp1mp1pp4").glob("strategy*rank0.ckpt")
+    (first,) = folder.glob("strategy*rank0.ckpt")
+    shutil.copyfile(other, first)
+    err = said()
+    assert f"{first}: tensor " in err
+    assert "cut over 1 devices (dev_matrix [1]), but a stage of rank 0's job has 4" in err
 
 
 def test_a_merged_strategy_file(cli: Cli, tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ def test_a_rank_without_a_file() -> None:
     error = refused(job, files={rank: data for rank, data in job.files.items() if rank != 5})
     assert error.rank == 5
     assert "rank 5 of 8 has no strategy file" in str(error)
-    assert refused(job, files=job.files | {8: job.files[0]}).rank == 8
+    error = refused(job, files=job.files | {8: job.files[0]}, sources={8: "dir/f8"})
+    assert error.rank == 8
+    assert "dir/f8: it is of rank 8, but the job has 8 ranks" in str(error)
     with pytest.raises(LayoutError, match="rank 2 of 4 has no parameter_layout_dict"):
         layout_from_parameter_layouts({0: {}, 1: {}}, None, 4, 1)
 
@@ -72,6 +74,7 @@ def test_a_file_of_another_stage_or_another_world() -> None:
     error = refused(job, files={rank: first_sample("dp2mp2pp1").files[0] for rank in range(8)}, stages=1)
     assert (error.rank, error.tensor != "") == (0, True)
     assert "cut over 4 devices (dev_matrix [2, 2]), but a stage of rank 0's job has 8" in str(error)
+    assert "With 4 ranks in each, 8 ranks are in 2 stages." in error.hint
     with pytest.raises(LayoutError, match="8 ranks cannot be divided into 3 equal pipeline stages"):
         lay_out(job, stages=3)
 
@@ -102,9 +105,11 @@ def test_shapes_that_are_missing_or_do_not_fit() -> None:
     assert error.tensor != ""
     assert "binary strategy files have no shapes" in str(error)
     assert "Give shapes" in error.hint
+    assert "--shapes FILE" in error.hint
     fewer = {name: shape for name, shape in job.shapes.items() if name != "net.head.bias"}
     error = refused(job, shapes=fewer)
     assert (error.tensor, error.rank) == ("net.head.bias", 4)
+    assert "tensor 'net.head.bias' (rank 4) is not known" in str(error)
     error = refused(job, shapes=job.shapes | {"net.layers.2.fc1.weight": (63, 16)})
     assert (error.tensor, error.rank, error.ranges) == ("net.layers.2.fc1.weight", 4, "[0:63, 0:16]")
     assert "cannot be cut into 2 equal parts" in str(error)
@@ -172,7 +177,9 @@ def test_group_files_of_other_ranks_jobs_and_worlds() -> None:
     assert "names rank 9, but the job has 8 ranks" in str(refused(job, groups={0: small}))
     far = encoded(2, 2, b"".join(encoded(1, 0, rank) for rank in (0, 2, 4)))
     assert "rank 4 is in another pipeline stage than rank 0" in str(refused(job, groups={0: far}))
-    assert refused(job, groups={8: job.groups[0]}).rank == 8
+    error = refused(job, groups={8: job.groups[0]}, group_sources={8: "dir/g8"})
+    assert error.rank == 8
+    assert "dir/g8: it is of rank 8, but the job has 8 ranks" in str(error)
     with pytest.raises(FormatError, match=r"^dir/group of 3: "):
         lay_out(job, groups={3: job.groups[3][:20]})
 
@@ -230,6 +237,28 @@ def test_a_file_that_is_cut_off_between_parameters_differs_from_its_neighbours(n
         assert "is not there on rank 1" in str(error)
         seen += 1
     assert seen > 6
+
+
+def test_binary_and_json_files_of_one_job_side_by_side() -> None:
+    first, other = sample("dp1mp4_manual"), sample("dp1mp4_manual_json")
+    rank = {0: other.files[0]}
+    assert lay_out(first, files=first.files | rank) == lay_out(first)
+    layout = first_json()
+    for files in (layout, dict(reversed(layout.items()))):
+        binary = first_sample("dp2mp2pp2")
+        assert lay_out(binary, files=binary.files | files) == lay_out(binary)
+    shapes = {name: shape for name, shape in binary.shapes.items() if name != "net.emb"}
+    assert lay_out(binary, files=binary.files | layout, shapes=shapes) == lay_out(binary)
+    tree = json.loads(layout[0])
+    tree["parallel_layout_item"]["net.emb"]["tensor_map"] = [0, -1]
+    error = refused(binary, files=binary.files | {0: json.dumps(tree).encode()})
+    assert (error.tensor, error.rank) == ("net.emb", 1)
+
+
+def first_json() -> dict[int, bytes]:
+    """Ranks 0 and 2 of the first dp2mp2pp2 in the JSON form: one stage writes equal files."""
+    (path,) = (DATA / "first" / "json_dp2mp2pp2").glob("*.json")
+    return dict.fromkeys((0, 2), path.read_bytes())
 
 
 @pytest.mark.parametrize("which", ["files", "groups"])
