@@ -214,12 +214,13 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
     from baftd.formats.mindspore_layout import layout_from_merged_strategy, layout_from_strategy_files
 
     folder: Path = arguments.mindspore
+    shapes_at = arguments.shapes and arguments.shapes.resolve()
     try:
         found = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
         raise UsageError(f"--mindspore {folder} cannot be read: {error.strerror}.") from error
     groups = _by_rank([path for path in found if path.suffix == ".pb"], folder)
-    strategies = [path for path in found if path.suffix in (".ckpt", ".json") and path != arguments.shapes]
+    strategies = [path for path in found if path.suffix in (".ckpt", ".json") and path.resolve() != shapes_at]
     files = _by_rank(strategies, folder)
     merged = strategies[0] if not files and len(strategies) == 1 else None
     nameless = [path.name for path in strategies if path not in files.values()]
@@ -227,7 +228,7 @@ def _from_mindspore(arguments: argparse.Namespace) -> Source:
     if not files and merged is None:
         raise UsageError(
             f"{folder} has no strategy file.",
-            hint=f"They are called *rank<N>*.ckpt (or .json), one for each rank.{left_out}",
+            hint=f"They are called *rank<N>*.ckpt (or .json), one for each rank; or give a merged one alone.{left_out}",
         )
     for flag in ("world", "pp"):
         if getattr(arguments, flag) == 0:

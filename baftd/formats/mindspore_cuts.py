@@ -136,14 +136,14 @@ class Cut:
         """
         return replace(self, split_shape=rows, shape=self.shape and (sum(rows), *self.shape[1:]))
 
-    def box(self, device: int, *, tensor: str, rank: int) -> Box:
-        """The block that a device holds. `tensor` and `rank` are named in errors.
+    def box(self, device: int, *, tensor: str, rank: int, source: str = "") -> Box:
+        """The block that a device holds. `tensor`, `rank` and the file it is from, `source`, are named in errors.
 
         Raises LayoutError where `problem` says something.
         """
         problem = self.problem()
         if problem:
-            self._refuse(problem, tensor, rank)
+            self._refuse(problem, tensor, rank, source)
         shape = self._known()
         at = coordinates(self.dev_matrix, device)
         box = []
@@ -169,9 +169,10 @@ class Cut:
         """Which of the parts of a dimension a device holds, before the optimizer's sharding."""
         return self._index(dimension, coordinates(self.dev_matrix, device))
 
-    def boxes(self, *, tensor: str, rank: int) -> tuple[Box, ...]:
+    def boxes(self, *, tensor: str, rank: int, source: str = "") -> tuple[Box, ...]:
         """The block of each device of the stage whose first rank is `rank`. Raises LayoutError as `box` does."""
-        return tuple(self.box(device, tensor=tensor, rank=rank + device) for device in range(self.devices))
+        devices = range(self.devices)
+        return tuple(self.box(device, tensor=tensor, rank=rank + device, source=source) for device in devices)
 
     def problem(self) -> str:
         """Why the tensor cannot be cut so; empty if it can."""
@@ -227,10 +228,13 @@ class Cut:
         assert self.shape is not None
         return self.shape
 
-    def _refuse(self, problem: str, tensor: str, rank: int) -> NoReturn:
+    def _refuse(self, problem: str, tensor: str, rank: int, source: str) -> NoReturn:
         ranges = "" if self.shape is None else said(tuple((0, size) for size in self.shape))
         whole = f" {ranges}" if ranges else ""
-        message = f"tensor {tensor!r}{whole} cannot be cut for rank {rank} over dev_matrix {list(self.dev_matrix)}"
+        where = f"{source}: " if source else ""
+        message = (
+            f"{where}tensor {tensor!r}{whole} cannot be cut for rank {rank} over dev_matrix {list(self.dev_matrix)}"
+        )
         raise LayoutError(f"{message}: {problem}.", tensor=tensor, rank=rank, ranges=ranges)
 
 

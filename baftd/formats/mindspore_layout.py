@@ -102,6 +102,7 @@ def layout_from_strategy_files(
         name = (sources or {}).get(extra, f"strategy file of rank {extra}")
         why = f"it is of rank {extra}, but the job has {world} ranks: it is of another job, or the world is wrong"
         raise LayoutError(f"{name}: {why}.", rank=extra)
+    job.check_stages()
     job.shape(shapes, part_shapes)
     return job.layout(dtypes, dtype, groups, group_sources)
 
@@ -247,6 +248,25 @@ class _Job:
             rank=rank,
         )
 
+    def check_stages(self) -> None:
+        """Whether each stage has parameters of its own, as strategy files name a shared one on the first stage alone.
+
+        Files of a job of fewer stages are found by this, where they stand beside those of a job of more.
+        """
+        seen: dict[str, _Stage] = {}
+        for stage in self.stages:
+            own = {name for name in self._cuts(stage) if not name.startswith(self.leave_out)}
+            if len(own) > 1 and own <= seen.keys():
+                name = min(own)
+                raise LayoutError(
+                    f"{stage.source}: all its parameters, such as tensor {name!r} (rank {stage.first}), are on other "
+                    f"stages too, this one on rank {seen[name].first} ({seen[name].source}): files of different jobs "
+                    f"are mixed, or {len(self.stages)} stages is wrong.",
+                    tensor=name,
+                    rank=stage.first,
+                )
+            seen |= dict.fromkeys(own - seen.keys(), stage)
+
     def shape(
         self,
         shapes: Mapping[str, Sequence[int]] | None,
@@ -332,7 +352,7 @@ class _Job:
             for name, cut in self._cuts(stage).items():
                 key = (number, cut)
                 if key not in boxes:
-                    boxes[key] = cut.boxes(tensor=name, rank=number * self.devices)
+                    boxes[key] = cut.boxes(tensor=name, rank=number * self.devices, source=stage.source)
                 by_tensor.setdefault(name, []).append(key)
         for rank, data in sorted((groups or {}).items()):
             self._check_groups(rank, data, (group_sources or {}).get(rank, f"group file of rank {rank}"), boxes)

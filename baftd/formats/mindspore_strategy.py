@@ -114,7 +114,8 @@ def parse_strategy(data: bytes, source: str) -> StrategyFile:
         raise FormatError(f"{source}: an empty file is no strategy file.")
     if len(data) > MAX_FILE:
         raise FormatError(f"{source}: {len(data)} bytes are too many for a strategy file ({MAX_FILE} at most).")
-    reader = _Json(source) if data[:1] == b"{" else _Protobuf(source)
+    text = data[:64].lstrip()[:1] in (b"{", b"[")  # the binary form begins with the tag of a number
+    reader = _Json(source) if text else _Protobuf(source)
     file = reader.file(data)
     if not file.tensors:
         why = "it has no parameters, so it is cut off, or of another kind (a group file is read as a group file)"

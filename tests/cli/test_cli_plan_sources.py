@@ -212,7 +212,7 @@ def test_files_that_are_none(cli: Cli, tmp_path: Path) -> None:
 def test_a_folder_without_strategy_files(cli: Cli, tmp_path: Path) -> None:
     code, _, err = cli("plan", "--mindspore", str(tmp_path))
     assert code == 2
-    assert "has no strategy file. They are called *rank<N>*.ckpt" in err
+    assert "has no strategy file. They are called *rank<N>*.ckpt (or .json), one for each rank; or give a merged" in err
     (tmp_path / "a_rank0.ckpt").write_bytes(b"")
     (tmp_path / "b_rank_0.ckpt").write_bytes(b"")
     code, _, err = cli("plan", "--mindspore", str(tmp_path))

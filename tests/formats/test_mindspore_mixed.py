@@ -113,6 +113,7 @@ def test_shapes_that_are_missing_or_do_not_fit() -> None:
     error = refused(job, shapes=job.shapes | {"net.layers.2.fc1.weight": (63, 16)})
     assert (error.tensor, error.rank, error.ranges) == ("net.layers.2.fc1.weight", 4, "[0:63, 0:16]")
     assert "cannot be cut into 2 equal parts" in str(error)
+    assert str(error).startswith(f"dir/{job.sources[4]} of 4: tensor ")
     error = refused(job, shapes=job.shapes | {"net.layers.2.fc1.weight": (64,)})
     assert "tensor_map [0, -1] does not fit its shape (64,)" in str(error)
     error = refused(sample("dp2mp2pp2_json"), shapes={"net.embedding": (64, 16)})
@@ -253,6 +254,23 @@ def test_binary_and_json_files_of_one_job_side_by_side() -> None:
     tree["parallel_layout_item"]["net.emb"]["tensor_map"] = [0, -1]
     error = refused(binary, files=binary.files | {0: json.dumps(tree).encode()})
     assert (error.tensor, error.rank) == ("net.emb", 1)
+
+
+def test_a_stage_whose_parameters_are_all_on_another_stage() -> None:
+    """Ranks 0 to 3 are those of a job of one stage, and would have the second stage's parameters once more."""
+    job, other = first_sample("dp2mp2pp2"), first_sample("dp2mp2pp1")
+    error = refused(job, files=job.files | other.files, groups=job.groups | other.groups)
+    assert error.rank == 4
+    assert error.tensor in job.shapes or error.tensor.startswith("accu_grads.")
+    for part in (f"dir/{job.sources[4]} of 4: all its parameters", f"({'dir/' + job.sources[0]} of 0)", "mixed"):
+        assert part in str(error)
+
+
+def test_json_after_a_blank_line_and_json_that_is_a_list() -> None:
+    job = sample("dp2mp2pp2_json")
+    assert lay_out(job, files={rank: b"\n " + data for rank, data in job.files.items()}) == lay_out(job)
+    with pytest.raises(FormatError, match=r"^f: the file: it is not a JSON object"):
+        parse_strategy(b"[1]", "f")
 
 
 def first_json() -> dict[int, bytes]:

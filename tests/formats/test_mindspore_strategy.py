@@ -114,7 +114,7 @@ def test_flipped_bits_are_read_or_refused() -> None:
     [
         (b"", "an empty file is no strategy file"),
         (b"{}", "current_stage is missing"),
-        (b"[1]", "wire type 3"),
+        (b"[1]", "not a JSON object"),
         (b'{"current_stage": 1}', "no parameters"),
         (b"\x08\x02", "no parameters"),
         (b"\xff" * 30, "more than 64 bits"),
