@@ -48,6 +48,8 @@ CASES = {
     "dp2mp4_opt_all": (2, 4, 1, {"opt": True}),
     "dp2mp4_opt_shard4": (2, 4, 1, {"opt": True, "shard": 4}),
     "dp2mp2_of8_opt_shard2": (2, 2, 1, {"world": 8, "opt": True, "shard": 2}),
+    "dp8_opt_shard4": (8, 1, 1, {"opt": True, "shard": 4}),
+    "dp2mp2pp2_opt_all_zero1": (2, 2, 2, {"opt": True, "level": "level1"}),
     "dp2mp4pp2": (2, 4, 2, {}),
     "dp4mp2pp2_opt_shard2": (4, 2, 2, {"opt": True, "shard": 2}),
     "dp2mp2_threshold": (2, 2, 1, {"opt": True, "threshold": 1}),
