@@ -115,4 +115,11 @@ def _degrees(parallel: str | ParallelDescription | None, session: Session) -> Pa
         raise UsageError(
             f"attach(parallel=) is a {type(given).__name__}.", hint='Write it as "tp=2,pp=2,dp=2", or leave it out.'
         )
-    return ParallelDescription.parse(given, session.world) if given else None
+    try:
+        return ParallelDescription.parse(given, session.world) if given else None
+    except UsageError as error:
+        if parallel is not None:
+            raise
+        raise UsageError(
+            error.message, hint=f"{error.hint} It is the setting `parallel` (BAFTD_PARALLEL or baftd.toml).".lstrip()
+        ) from None

@@ -201,15 +201,13 @@ class ParallelDescription:
         if world is not None and "dp" not in numbers:
             others = max(1, prod(numbers.get(name, 1) for name in ("tp", "pp", "cp")))
             if world % others:
-                raise UsageError(
-                    f"parallel description {text!r}: tp x pp x cp = {others} does not divide {world} ranks."
-                )
+                ranks = f"{world} rank{'s' * (world != 1)}"
+                raise UsageError(f"parallel description {text!r}: tp x pp x cp = {others} does not divide {ranks}.")
             numbers["dp"] = world // others
         made = cls(order=order, **numbers)
         if world is not None and made.world != world:
-            raise UsageError(
-                f"parallel description {text!r}: {made._words()} = {made.world}, but there are {world} ranks."
-            )
+            there = "is 1 rank" if world == 1 else f"are {world} ranks"
+            raise UsageError(f"parallel description {text!r}: {made._words()} = {made.world}, but there {there}.")
         return made
 
     @property

@@ -33,7 +33,7 @@ from baft_client.whole import WholeImage
 from baftd.checkpoint.ranges import said
 from baftd.checkpoint.reshard import Wanted, plan_reads
 from baftd.checkpoint.shard import TensorEntry, check_entries
-from baftd.errors import FormatError, ModelMismatch, UnsupportedTensor, UsageError
+from baftd.errors import FormatError, LayoutError, ModelMismatch, UnsupportedTensor, UsageError
 from baftd.settings import Settings
 from baftd.telemetry import get_logger
 from baftd.wire.messages import Saved
@@ -45,6 +45,11 @@ _DTYPES = {
     "uint64": "U64", "int64": "I64", "float16": "F16", "float32": "F32", "float64": "F64",
     "complex64": "C64", "complex128": "C128",
 }  # fmt: skip
+
+_UNSAID = (
+    "Arrays that are parts of one whole, or equal on some ranks, must have been said to be so when they were saved: "
+    "attach_arrays(parts=...); to say it now, go on with the ranks that saved for a step with it."
+)
 
 Extra = Mapping[str, object] | Callable[[], Mapping[str, object]] | None
 
@@ -250,7 +255,11 @@ class ArrayCheckpointer:
                 targets.append(array.reshape(-1)[done : done + prod(shape)].reshape(shape))
                 wanted.append(one)
                 done += prod(shape)
-        fills = plan_reads(shards.saved(), wanted, rank=self.session.rank)
+        try:
+            fills = plan_reads(shards.saved(), wanted, rank=self.session.rank)
+        except LayoutError as error:
+            error.hint = error.hint or _UNSAID
+            raise
         smalls: dict[int, dict[str, object]] = {}
         for rank in range(shards.world):
             smalls[rank] = shards.small(rank)

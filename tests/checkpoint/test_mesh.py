@@ -98,6 +98,7 @@ def test_parse() -> None:
         ("tp", None, "'tp' is not understood"),
         ("tp=3", 8, "tp x pp x cp = 3 does not divide 8 ranks"),
         ("tp=2,dp=2", 8, "= 4, but there are 8 ranks"),
+        ("dp=2", 1, "= 2, but there is 1 rank."),
         ("zero=4", None, "zero = 4 is none of"),
         ("vpp=2", None, "vpp = 2 needs pp"),
         ("ep=3,dp=4", None, "ep 3 x etp 1 does not divide the 4 ranks"),

@@ -141,6 +141,7 @@ def test_what_cannot_be_cut_is_named_before_anything_changes(where: Places, tmp_
             "tensor 'head' [4:8] of rank 0: nobody saved it",
             "tensor 'tail' [0:1, 1:3] of rank 0: nobody saved it",
             "tensor 'tail' [1:2, 0:1] of rank 0: nobody saved it",
+            "attach_arrays(parts=...); to say it now, go on with the ranks that saved",
         ):
             assert words in str(caught.value)
         assert not any(array.any() for array in arrays.values())

@@ -28,8 +28,10 @@ def test_attach_reads_the_degrees_from_settings_and_tells_where_the_rank_stands(
     model = holder(w=torch.nn.Parameter(torch.ones(3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     many = daemon.dirs.settings(**daemon.more, parallel="tp=2,pp=2")
-    with pytest.raises(UsageError, match=r"tp x pp x cp = 4 does not divide 1 ranks"):
+    with pytest.raises(UsageError, match=r"= 4 does not divide 1 rank\. It is the setting `parallel`"):
         baft_torch.attach(model, optimizer, job="degrees", settings=many)
+    with pytest.raises(UsageError, match=r"= 2, but there is 1 rank\.$"):
+        baft_torch.attach(model, optimizer, job="degrees", settings=many, parallel="dp=2")
     with pytest.raises(UsageError, match="describes 2 ranks, and the job has 1"):
         baft_torch.attach(model, optimizer, job="degrees", settings=many, parallel=ParallelDescription(dp=2))
     with pytest.raises(UsageError, match="parallel"):
