@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ from baft_torch._optimizers import OptimizerTree
 from baft_torch._small import KIND, from_tree
 from baft_torch._state import Item, TrainingState
 from baft_torch._tensors import is_dtensor, plain, reduced
+from baftd.checkpoint.ranges import row_major
 from baftd.checkpoint.shard import TensorEntry
 from baftd.errors import FormatError, ModelMismatch
 
@@ -260,11 +260,7 @@ def _raise_versions(live: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _strides(entry: TensorEntry) -> tuple[int, ...]:
-    return entry.strides if entry.strides is not None else _row_major(entry.shape)
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return entry.strides if entry.strides is not None else row_major(entry.shape)
 
 
 def _fresh(saved: _Saved, rows: _Rows, device: torch.device) -> torch.Tensor:
@@ -273,7 +269,7 @@ def _fresh(saved: _Saved, rows: _Rows, device: torch.device) -> torch.Tensor:
     dtype = dtype_of(first.dtype)
     if dtype is None:
         raise FormatError(f"tensor {first.name!r} is of type {first.dtype}, which torch {torch.__version__} lacks.")
-    strides = _strides(first) if len(rows.entries) == 1 else _row_major(rows.shape)
+    strides = _strides(first) if len(rows.entries) == 1 else row_major(rows.shape)
     made = torch.empty_strided(rows.shape, strides, dtype=dtype)
     address = made.data_ptr()
     for stored, entry in rows.entries:
@@ -402,7 +398,7 @@ def _tensor(
     mesh = param.device_mesh  # type: ignore[attr-defined]
     placements = [placement(each) for each in odd["placements"]] if "placements" in odd else param.placements  # type: ignore[attr-defined]
     shape = torch.Size(odd.get("shape", param.shape))
-    stride = _row_major(shape) if "shape" in odd else param.stride()
+    stride = row_major(shape) if "shape" in odd else param.stride()
     return DTensor.from_local(fresh, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 

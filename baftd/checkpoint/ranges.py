@@ -19,6 +19,7 @@ __all__ = [
     "intersection",
     "outside",
     "refine",
+    "row_major",
     "said",
     "said_all",
     "subtract",
@@ -41,6 +42,16 @@ class Cell(NamedTuple):
 def whole(shape: Sequence[int]) -> Box:
     """The box of a whole tensor."""
     return tuple((0, size) for size in shape)
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a tensor of this shape whose last dimension lies closest together."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def volume(box: Box) -> int:

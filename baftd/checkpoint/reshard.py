@@ -18,7 +18,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from baftd.checkpoint.ranges import Box, intersection, said, said_all, subtract, volume, whole
+from baftd.checkpoint.ranges import Box, intersection, row_major, said, said_all, subtract, volume, whole
 from baftd.checkpoint.saved_set import (
     Problem,
     SameBytes,
@@ -296,13 +296,13 @@ def geometry(read: Read, wanted: Wanted) -> Geometry:
     shape = tuple(stop - start for start, stop in read.box)
     starts = [start for start, _ in read.box]
     if entry.ranges is not None and is_flat(wanted.shape, entry.ranges):
-        strides = _row_major(wanted.shape)
+        strides = row_major(wanted.shape)
         offset = sum(s * step for s, step in zip(starts, strides, strict=True)) - entry.ranges[0][0]
     else:
         origin = [start for start, _ in entry.ranges] if entry.ranges is not None else [0] * len(starts)
-        strides = entry.strides if entry.strides is not None else _row_major(entry.shape)
+        strides = entry.strides if entry.strides is not None else row_major(entry.shape)
         offset = sum((s - o) * step for s, o, step in zip(starts, origin, strides, strict=True))
-    into = _row_major(tuple(stop - start for start, stop in wanted.box))
+    into = row_major(tuple(stop - start for start, stop in wanted.box))
     target = sum((s - start) * step for s, (start, _), step in zip(starts, wanted.box, into, strict=True))
     return Geometry(
         shape,
@@ -343,12 +343,3 @@ def runs(read: Read, wanted: Wanted) -> Iterator[Run]:
         last = Run(source_at, target_at, length)
     if last is not None:
         yield last
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
