@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import zmq
 
+from baft_client.declared import wire_entry
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import plan_image
 from baftd.checkpoint.shard import TensorEntry, digest_chunks, root_digest
@@ -27,7 +28,6 @@ from baftd.wire.messages import (
     Committed,
     Declare,
     Declared,
-    Entry,
     ErrorReply,
     Finish,
     Grant,
@@ -154,7 +154,7 @@ class WireRank:
         message = Declare(
             token=self.token,
             rank=self.rank,
-            entries=[_entry(entry) for entry in entries],
+            entries=[wire_entry(entry) for entry in entries],
             small_bytes=100,
             stages=list(stages),
             coordinates=dict(coordinates or {}),
@@ -264,15 +264,3 @@ def image_bytes(image: SlotImage) -> bytes:
     with open(image.path, "rb") as file:
         file.seek(image.offset)
         return file.read(image.length)
-
-
-def _entry(entry: TensorEntry) -> Entry:
-    return Entry(
-        name=entry.name,
-        dtype=entry.dtype,
-        shape=list(entry.shape),
-        nbytes=entry.nbytes,
-        kind=entry.kind,
-        global_shape=None if entry.global_shape is None else list(entry.global_shape),
-        ranges=None if entry.ranges is None else [(a, b) for a, b in entry.ranges],
-    )
