@@ -16,10 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from baft_torch._dtypes import tag_of
-from baft_torch._placements import parts_of, runs_of
 from baftd.errors import UnsupportedTensor
 
-__all__ = ["Extent", "Shard", "freeze_storage", "is_dense", "is_dtensor", "plain", "reduced", "shard_of"]
+__all__ = ["Extent", "freeze_storage", "is_dense", "is_dtensor", "plain", "reduced"]
 
 
 def _dtensor() -> type[torch.Tensor] | None:
@@ -105,26 +104,6 @@ def reduced(tensor: torch.Tensor, name: str) -> torch.Tensor:
                 raise _refused(name, f"its elements overlap in memory (strides {tuple(tensor.stride())})")
             reach += stride * (size - 1)
     return tensor
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Which part of a whole tensor a rank holds: shape of the whole, (start, stop) a dimension."""
-
-    global_shape: tuple[int, ...]
-    ranges: tuple[tuple[int, int], ...]
-
-
-def shard_of(tensor: torch.Tensor) -> Shard | None:
-    """The part of a DTensor that this rank holds; None if it is not one rectangle of elements, or is no DTensor.
-
-    A partial sum (`Partial`) is not a part of anything; an order left by `_StridedShard` may not be a rectangle.
-    """
-    found = runs_of(tensor) if is_dtensor(tensor) else ""
-    if isinstance(found, str):
-        return None
-    parts = parts_of(found[0])
-    return Shard(tuple(tensor.shape), parts[0].box) if len(parts) == 1 else None
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from baftd.checkpoint.facts import (
     JobView,
     Ready,
     Record,
-    ShardFacts,
     Writer,
     checkpoint_from,
     is_lasting,
     token_from,
 )
-from baftd.checkpoint.identity import CheckpointId, Token
+from baftd.checkpoint.identity import Token
 from baftd.checkpoint.node import NodeJob
 from baftd.checkpoint.orders import (
     CancelPersist,
@@ -517,11 +516,6 @@ class JobOnNode:
             self.layouts.pop(rank, None)
             self.arena.remove_rank(rank)
             self.log.info("rank_removed", rank=rank, why=f"the running start has {head.world} ranks")
-
-    def sealed_shard(self, checkpoint: CheckpointId, rank: int) -> ShardFacts | None:
-        """The shard of a rank that this node holds verified, if it does."""
-        slot = self.core.holding(rank, checkpoint)
-        return slot.shard if slot is not None else None
 
     def close(self) -> None:
         """Close files; slots and journal stay where they are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,9 +13,10 @@ from torch import nn
 
 from baft_torch._dtypes import dtype_of, tag_of
 from baft_torch._models import ModelTree
+from baft_torch._placements import parts_of, runs_of
 from baft_torch._restore import load
 from baft_torch._state import TrainingState
-from baft_torch._tensors import Extent, freeze_storage, is_dense, plain, reduced, shard_of
+from baft_torch._tensors import Extent, freeze_storage, is_dense, plain, reduced
 from baftd.checkpoint.shard import NATIVE_DTYPES
 from baftd.errors import UnsupportedTensor, UsageError
 from tests.support.torch_image import snapshot
@@ -23,6 +24,22 @@ from tests.support.torch_image import snapshot
 DTYPES = sorted(
     {v for v in vars(torch).values() if isinstance(v, torch.dtype) and tag_of(v) is not None}, key=str
 )  # fmt: skip
+
+
+class Shard(NamedTuple):
+    """The one rectangle of a whole tensor that a rank holds."""
+
+    global_shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+
+
+def shard_of(tensor: torch.Tensor) -> Shard | None:
+    """What the adapter reads off a DTensor; None if it is no part of anything, or not one rectangle."""
+    found = runs_of(tensor)
+    if isinstance(found, str):
+        return None
+    parts = parts_of(found[0])
+    return Shard(tuple(tensor.shape), parts[0].box) if len(parts) == 1 else None
 
 
 def holder(tensor: torch.Tensor) -> nn.Module:
