@@ -39,6 +39,17 @@ def wait_until(ready: Callable[[], bool], what: str | Callable[[], str], *, time
         pause = min(0.05, pause * 1.5)
 
 
+def found(base: Path, pattern: str) -> list[Path]:
+    """What `Path.rglob` finds below `base`, sorted, where a daemon is at work: what vanishes meanwhile counts as gone.
+    That one raises FileNotFoundError for a directory that goes while it looks."""
+    return sorted(
+        path
+        for folder, folders, files in os.walk(base)
+        for path in (Path(folder, name) for name in (*folders, *files))
+        if path.match(pattern)
+    )
+
+
 def processes_with(variable: str, value: str) -> list[int]:
     """Live processes of this user whose environment holds `variable=value`, this one left out."""
     wanted = f"{variable}={value}".encode()
@@ -103,7 +114,7 @@ class RunDirs:
 
     def logs(self) -> Iterator[tuple[str, str]]:
         """(title, end of the text) of every log below `base`."""
-        for path in sorted(self.base.rglob("*.log")):
+        for path in found(self.base, "*.log"):
             with contextlib.suppress(OSError):
                 yield str(path.relative_to(self.base)), path.read_text(errors="replace")[-20_000:]
 
