@@ -48,7 +48,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-def test_tests_look_into_live_directories_with_found() -> None:
+def test_tests_look_into_live_directories_with_look_for() -> None:
     """`Path.rglob` raises when a directory goes while it looks, and a daemon removes directories at any time."""
     live = re.compile(r"\b(shm|durable|state|base)\)?\.rglob\(")
     assert [str(path) for path in python_files("tests") if live.search(path.read_text())] == []

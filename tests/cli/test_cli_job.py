@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import Cli
-from tests.support.daemon import ROOT, Daemon, RunDirs, found, wait_until
+from tests.support.daemon import ROOT, Daemon, RunDirs, look_for, wait_until
 
 JOB = "numpy-job"
 
@@ -114,7 +114,7 @@ def test_the_life_of_a_job(job_daemon: Daemon, cli: Cli) -> None:
         assert cli("gc")[0] == 0
         rows = cli.json("list", "--job", JOB)[1]["rows"]
         assert next(row["step"] for row in rows if "durable" in row["tiers"]) == newest + 50
-        left = [str(path) for path in found(cli.dirs.shm, "*.slot-*")]
+        left = [str(path) for path in look_for(cli.dirs.shm, "*.slot-*")]
         assert left == [], "finish() with a durable tier frees the slots"
     finally:
         for run in runs:
@@ -131,8 +131,8 @@ def test_a_mistyped_job_stays_unknown_whatever_is_asked_about_it(job_daemon: Dae
             code, out, err = cli("restore", "--job", "nope", *more)
             assert (code, out) == (3, ""), more
             assert "job nope is not known" in err
-    assert not found(cli.dirs.shm, "nope"), "asking makes nothing"
-    assert not found(cli.dirs.state, "nope")
+    assert not look_for(cli.dirs.shm, "nope"), "asking makes nothing"
+    assert not look_for(cli.dirs.state, "nope")
 
 
 def test_a_durable_directory_that_fails_is_told_by_status(job_daemon: Daemon, cli: Cli) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baftd.wire.messages import ListReply, ListRequest, RestoreReply, RestoreRequest
-from tests.support.daemon import Daemon, RunDirs, found, wait_until
+from tests.support.daemon import Daemon, RunDirs, look_for, wait_until
 from tests.support.numpy_trainer import TrainerProcess, state_digest
 
 INCARNATIONS = ["1" * 32, "2" * 32]
@@ -38,7 +38,7 @@ def resume_and_finish(dirs: RunDirs, steps: int = 9) -> int:
 
 
 def forget_memory(dirs: RunDirs) -> None:
-    for path in sorted(found(dirs.shm, "*"), reverse=True):
+    for path in sorted(look_for(dirs.shm, "*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
 
 
@@ -64,7 +64,7 @@ def test_a_damaged_durable_file_is_passed_over(run_dirs: RunDirs, name: str, how
     with Daemon(run_dirs, **settings) as daemon:
         with TrainerProcess(run_dirs, steps=9, wait_at=7, pause=0.15) as trainer:
             trainer.wait_for("waiting")
-            wait_until(lambda: len(found(run_dirs.durable, "MANIFEST")) >= 2, "two durable checkpoints")
+            wait_until(lambda: len(look_for(run_dirs.durable, "MANIFEST")) >= 2, "two durable checkpoints")
             trainer.kill()
         daemon.terminate()
         forget_memory(run_dirs)
@@ -83,7 +83,7 @@ def test_damaged_records_are_said_and_lose_nothing(run_dirs: RunDirs, daemon: Da
     with TrainerProcess(run_dirs, steps=9, kill={"step": 6}) as trainer:
         trainer.wait()
     daemon.terminate()
-    (path,) = [p for base in (run_dirs.shm, run_dirs.state) for p in found(base, what)]
+    (path,) = [p for base in (run_dirs.shm, run_dirs.state) for p in look_for(base, what)]
     if how == "truncated":
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     else:
@@ -157,10 +157,10 @@ def test_slots_past_their_retention_are_swept_at_the_start(run_dirs: RunDirs, da
     with TrainerProcess(run_dirs, steps=9, kill={"step": 4}) as trainer:
         trainer.wait()
     daemon.terminate()
-    assert found(run_dirs.shm, "*.slot-*")
+    assert look_for(run_dirs.shm, "*.slot-*")
     daemon.more["memory_retention"] = "10 ms"
     daemon.start()
-    assert found(run_dirs.shm, "*.slot-*") == []
+    assert look_for(run_dirs.shm, "*.slot-*") == []
     assert "event=swept job=fault" in daemon.log
 
 
@@ -187,7 +187,7 @@ def test_a_slot_with_a_damaged_header_is_used_again(run_dirs: RunDirs, where: in
             if not running:
                 trainer.kill()
                 daemon.terminate()
-            slots = found(run_dirs.shm, "*.slot-*")
+            slots = look_for(run_dirs.shm, "*.slot-*")
             assert len(slots) == 3
             for slot in slots:
                 with slot.open("r+b") as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from tests.support.daemon import Daemon, RunDirs, found
+from tests.support.daemon import Daemon, RunDirs, look_for
 from tests.support.numpy_trainer import TrainerProcess
 
 
@@ -21,4 +21,4 @@ def test_a_daemon_that_was_away_at_the_end_gets_the_last_step(run_dirs: RunDirs)
             daemon.start()
             assert trainer.wait() == 0, trainer.events
         assert Path(run_dirs.durable, "fault", "step-8.e1", "MANIFEST").exists()
-        assert not found(run_dirs.shm, "*.slot-*")
+        assert not look_for(run_dirs.shm, "*.slot-*")

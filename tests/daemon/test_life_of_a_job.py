@@ -19,14 +19,14 @@ from baftd.wire.messages import (
     VerifyReply,
     VerifyRequest,
 )
-from tests.support.daemon import Daemon, RunDirs, found, wait_until
+from tests.support.daemon import Daemon, RunDirs, look_for, wait_until
 from tests.support.numpy_trainer import TrainerProcess, state_digest
 
 INCARNATIONS = ["1" * 32, "2" * 32, "3" * 32]
 
 
 def shm_names(dirs: RunDirs) -> list[str]:
-    return sorted(str(path.relative_to(dirs.shm)) for path in found(dirs.shm, "*"))
+    return sorted(str(path.relative_to(dirs.shm)) for path in look_for(dirs.shm, "*"))
 
 
 def run_to_end(dirs: RunDirs, **options: object) -> TrainerProcess:
@@ -123,7 +123,7 @@ def test_state_directory_lost(run_dirs: RunDirs, daemon: Daemon) -> None:
     with TrainerProcess(run_dirs, steps=9, kill={"step": 7}) as trainer:
         trainer.wait()
     daemon.terminate()
-    for path in sorted(found(run_dirs.state, "*"), reverse=True):
+    for path in sorted(look_for(run_dirs.state, "*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     daemon.start()
     trainer = run_to_end(run_dirs, steps=9)
@@ -139,7 +139,7 @@ def test_memory_lost_the_durable_step_is_fetched(run_dirs: RunDirs) -> None:
             trainer.wait_for("waiting")
             trainer.kill()
         daemon.terminate()
-        for path in sorted(found(run_dirs.shm, "*"), reverse=True):
+        for path in sorted(look_for(run_dirs.shm, "*"), reverse=True):
             path.unlink() if path.is_file() else path.rmdir()
         daemon.start()
         trainer = run_to_end(run_dirs, steps=9)
@@ -368,7 +368,7 @@ def test_an_incarnation_that_has_trained_cannot_start_again(run_dirs: RunDirs) -
 def test_a_job_that_never_fits_costs_no_other_job_its_slots(run_dirs: RunDirs) -> None:
     with Daemon(run_dirs), TrainerProcess(run_dirs, job="other", steps=9, kill={"step": 6}) as trainer:
         trainer.wait()
-    slots = found(run_dirs.shm, "other/*.slot-*")
+    slots = look_for(run_dirs.shm, "other/*.slot-*")
     assert slots
     with Daemon(run_dirs, memory_reserve="100000 GB"):
         with TrainerProcess(run_dirs, steps=3, settle=False) as trainer:
@@ -376,7 +376,7 @@ def test_a_job_that_never_fits_costs_no_other_job_its_slots(run_dirs: RunDirs) -
             finished = trainer.last("finished")
             assert finished is not None
             assert "no_room" in finished["counters"]["skipped"]
-        assert found(run_dirs.shm, "other/*.slot-*") == slots
+        assert look_for(run_dirs.shm, "other/*.slot-*") == slots
 
 
 def test_slots_that_do_not_fit_are_skipped_with_the_sum(run_dirs: RunDirs) -> None:

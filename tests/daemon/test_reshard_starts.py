@@ -24,7 +24,7 @@ from baftd.wire.messages import (
     ResumePlan,
     SlotImage,
 )
-from tests.support.daemon import Daemon, RunDirs, found, wait_until
+from tests.support.daemon import Daemon, RunDirs, look_for, wait_until
 from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.tmpfs import small_tmpfs
 from tests.support.wire_rank import JOB, WireRank, content_of, image_bytes, start_of, tensors, together, train
@@ -62,7 +62,7 @@ def daemon(started: Started) -> Daemon:
 
 
 def shm_names(dirs: RunDirs) -> set[str]:
-    return {path.name for path in found(dirs.shm, "rank-*")}
+    return {path.name for path in look_for(dirs.shm, "rank-*")}
 
 
 def ranks_in_memory(dirs: RunDirs) -> set[int]:
@@ -110,7 +110,7 @@ def test_four_ranks_saved_and_two_go_on(run_dirs: RunDirs, daemon: Daemon) -> No
         assert (job.world, job.committed) == (2, {"memory": 6})
         assert [client.rank for client in job.clients if client.slots] == [0, 1]
         together(ranks, lambda rank: rank.finish(6))
-    assert found(run_dirs.shm, "*") == []
+    assert look_for(run_dirs.shm, "*") == []
     manifest = run_dirs.durable / JOB / "step-6.e2"
     assert {path.name for path in manifest.iterdir()} >= {"MANIFEST", "rank-00001.safetensors"}
     assert not (manifest / "rank-00002.safetensors").exists()
@@ -124,7 +124,7 @@ def test_two_ranks_saved_and_four_go_on_from_the_durable_tier(run_dirs: RunDirs,
         wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
         together(ranks, WireRank.leave)
     daemon.terminate()
-    for path in sorted(found(run_dirs.shm, "*"), reverse=True):
+    for path in sorted(look_for(run_dirs.shm, "*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     daemon.start()
     with start_of(run_dirs, 4, B, reshard=True) as ranks:
@@ -133,7 +133,7 @@ def test_two_ranks_saved_and_four_go_on_from_the_durable_tier(run_dirs: RunDirs,
             assert (plan.source, plan.tier) == (None, "durable")
         train(ranks, 4, 5)
         together(ranks, lambda rank: rank.finish(5))
-    assert found(run_dirs.shm, "*") == []
+    assert look_for(run_dirs.shm, "*") == []
     assert daemon.status().counters["internal_errors"] == 0
 
 
@@ -148,7 +148,7 @@ def test_another_layout_in_an_equal_world_is_given_all_images(run_dirs: RunDirs,
         checked(plans(ranks)[0], 2, 3)  # the layout is another, so other slots were made: these stay
         train(ranks, 4, 5)
         slots = {place.path for rank in ranks if rank.declared is not None for place in rank.declared.slots}
-        wait_until(lambda: {str(p) for p in found(run_dirs.shm, "*.slot-*")} == slots, "the old layout's slots gone")
+        wait_until(lambda: {str(p) for p in look_for(run_dirs.shm, "*.slot-*")} == slots, "the old layout's slots gone")
         together(ranks, WireRank.leave)
     with start_of(run_dirs, 2, C) as ranks:
         assert [plan.shards for plan in plans(ranks)] == [[], []]
@@ -176,7 +176,7 @@ def test_the_daemon_dies_in_the_middle_of_a_start(run_dirs: RunDirs, daemon: Dae
         train(ranks, 4, 5)
         wait_until(lambda: ranks_in_memory(run_dirs) == {0, 1, 2}, lambda: f"still there: {shm_names(run_dirs)}")
         together(ranks, lambda rank: rank.finish(5))
-    assert found(run_dirs.shm, "*") == []
+    assert look_for(run_dirs.shm, "*") == []
     assert daemon.status().counters["internal_errors"] == 0
 
 
@@ -329,7 +329,7 @@ def test_slots_of_the_former_layout_make_room(run_dirs: RunDirs, started: Starte
             ranks[0].declare(halves[0])  # as before: three slots of four had made room, to no avail
             train(ranks, 4, 6)
             together(ranks, lambda rank: rank.finish(6))
-        assert found(run_dirs.shm, "rank-*") == []
+        assert look_for(run_dirs.shm, "rank-*") == []
         assert daemon.status().counters["internal_errors"] == 0
 
 
@@ -338,13 +338,13 @@ def test_what_must_be_fetched_is_counted_before_the_first_byte(run_dirs: RunDirs
     saved_by(run_dirs, 3)
     wait_until(lambda: daemon.status().jobs[0].committed.get("durable") == 3, "step 3 durable")
     daemon.terminate()
-    for path in sorted(found(run_dirs.shm, "*"), reverse=True):
+    for path in sorted(look_for(run_dirs.shm, "*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     daemon = started(memory_reserve="1 TiB")
     said = r"slots of the restored step, until the first commit, 3\.0 MiB \+ reserve 1024\.0 GiB"
     with pytest.raises(NoRoom, match=said), start_of(run_dirs, 1, B, reshard=True):
         pytest.fail("it does not fit")
-    assert found(run_dirs.shm, "*.slot-*") == []
+    assert look_for(run_dirs.shm, "*.slot-*") == []
 
 
 def test_the_layout_of_a_running_job(run_dirs: RunDirs, daemon: Daemon) -> None:

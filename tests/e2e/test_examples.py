@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import ROOT, Daemon, found
+from tests.support.daemon import ROOT, Daemon, look_for
 
 EXAMPLES = ROOT / "scripts" / "examples"
 
@@ -42,4 +42,4 @@ def test_a_second_start_goes_on_after_the_first(command: tuple[str, ...], daemon
     assert [line.split()[1] for line in first.splitlines() if line.startswith("step")] == ["20", "40"]
     again = run(daemon, *command, "--steps", "80")
     assert [line.split()[1] for line in again.splitlines() if line.startswith("step")] == ["60", "80"]
-    assert not found(Path(daemon.dirs.shm), "*.slot-*")
+    assert not look_for(Path(daemon.dirs.shm), "*.slot-*")

@@ -20,7 +20,7 @@ from subprocess import TimeoutExpired
 
 import pytest
 
-from tests.support.daemon import Daemon, RunDirs, found, wait_until
+from tests.support.daemon import Daemon, RunDirs, look_for, wait_until
 from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.numpy_trainer import ARRAYS, TrainerProcess, state_digest
 from tests.support.zygote import Zygote
@@ -39,7 +39,7 @@ SETTINGS = {"durable_every": "2 steps", "durable_keep": "2"}
 
 def left_in_memory(dirs: RunDirs) -> list[str]:
     """What a finished job must not leave in shm: anything."""
-    return [str(path) for path in found(dirs.shm, "*")]
+    return [str(path) for path in look_for(dirs.shm, "*")]
 
 
 def left_on_disk(dirs: RunDirs) -> list[str]:
@@ -223,7 +223,7 @@ def operations(made: list[RunDirs], kind: str, zygote: Zygote, *, again: bool) -
     steps = begin + STEPS if again else STEPS
     with TrainerProcess(dirs, steps=steps, wait_at="end", pause=PAUSE[kind], zygote=zygote) as trainer:
         trainer.wait_for("waiting", PATIENCE)
-        wait_until(lambda: len(found(dirs.durable, "MANIFEST")) >= 2, "two durable checkpoints", timeout=PATIENCE)
+        wait_until(lambda: len(look_for(dirs.durable, "MANIFEST")) >= 2, "two durable checkpoints", timeout=PATIENCE)
         trainer.kill()
     daemon.kill()
     found = daemon.operations.read_text().splitlines()

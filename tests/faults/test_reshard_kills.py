@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.faults.test_kill_matrix import PATIENCE, SEED, every_point, sample
-from tests.support.daemon import ROOT, Daemon, RunDirs, found, wait_until
+from tests.support.daemon import ROOT, Daemon, RunDirs, look_for, wait_until
 from tests.support.faulty_daemon import FaultyDaemon
 from tests.support.zygote import Forked, Zygote
 
@@ -98,7 +98,7 @@ def saved(zygote: Zygote) -> Iterator[RunDirs]:
     daemon.start()
     with Ranks(dirs, zygote, SAVED, 1) as ranks:
         assert [(one.get("step"), one.get("committed")) for one in ranks.said()] == [(0, 2)] * SAVED
-    wait_until(lambda: len(found(dirs.durable, "MANIFEST")) == 1, "step 2 durable", timeout=PATIENCE)
+    wait_until(lambda: len(look_for(dirs.durable, "MANIFEST")) == 1, "step 2 durable", timeout=PATIENCE)
     daemon.terminate()
     yield dirs
     dirs.close()
@@ -130,7 +130,7 @@ def shrinks(dirs: RunDirs, daemon: Daemon, zygote: Zygote, point: str) -> None:
         assert [one.get("wrong") for one in ranks.said()] == [[]], point
 
     def left() -> list[str]:
-        return [path.name for path in found(dirs.shm, "rank-*") if not path.name.startswith("rank-00000.")]
+        return [path.name for path in look_for(dirs.shm, "rank-*") if not path.name.startswith("rank-00000.")]
 
     wait_until(lambda: not left(), lambda: f"{point}: still there: {left()}", timeout=PATIENCE)
 

@@ -39,7 +39,7 @@ def wait_until(ready: Callable[[], bool], what: str | Callable[[], str], *, time
         pause = min(0.05, pause * 1.5)
 
 
-def found(base: Path, pattern: str) -> list[Path]:
+def look_for(base: Path, pattern: str) -> list[Path]:
     """What `Path.rglob` finds below `base`, sorted, where a daemon is at work: what vanishes meanwhile counts as gone.
     That one raises FileNotFoundError for a directory that goes while it looks."""
     return sorted(
@@ -114,7 +114,7 @@ class RunDirs:
 
     def logs(self) -> Iterator[tuple[str, str]]:
         """(title, end of the text) of every log below `base`."""
-        for path in found(self.base, "*.log"):
+        for path in look_for(self.base, "*.log"):
             with contextlib.suppress(OSError):
                 yield str(path.relative_to(self.base)), path.read_text(errors="replace")[-20_000:]
 

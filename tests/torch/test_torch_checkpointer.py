@@ -23,7 +23,7 @@ from baftd.errors import (
     UnsupportedTensor,
     UsageError,
 )
-from tests.support.daemon import Daemon, RunDirs, found
+from tests.support.daemon import Daemon, RunDirs, look_for
 
 
 class Loop:
@@ -108,7 +108,7 @@ def test_left_normally_the_last_step_is_durable_and_the_slots_are_gone(daemon: D
     with baft_torch.attach(loop.model, loop.optimizer, job="loop", settings=daemon.dirs.settings()) as ckpt:
         ckpt.resume()
         train(ckpt, loop, 3)
-    assert not found(daemon.dirs.shm, "*.slot-*")
+    assert not look_for(daemon.dirs.shm, "*.slot-*")
     step, again = resumed(daemon)
     assert step == 3
     assert all(torch.equal(a, b) for a, b in zip(again.weights(), loop.weights(), strict=True))
@@ -125,7 +125,7 @@ def test_left_by_an_exception_every_slot_stays(daemon: Daemon) -> None:
 
     with pytest.raises(ZeroDivisionError):
         crash()
-    assert found(daemon.dirs.shm, "*.slot-*")
+    assert look_for(daemon.dirs.shm, "*.slot-*")
     assert resumed(daemon)[0] == 3
 
 
@@ -141,7 +141,7 @@ def test_save_makes_the_last_boundary_durable_whatever_the_cadence(daemon: Daemo
         train(ckpt, loop, 1)
     # Slots are not needed: the durable checkpoint suffices.
     daemon.kill()
-    for slot in found(daemon.dirs.shm, "*.slot-*"):
+    for slot in look_for(daemon.dirs.shm, "*.slot-*"):
         slot.unlink()
     daemon.start()
     step, again = resumed(daemon)
@@ -554,7 +554,7 @@ def test_a_job_whose_checkpoints_are_gone_is_not_begun_anew_by_itself(run_dirs: 
             ckpt.resume()
             train(ckpt, loop, 3)
         daemon.kill()
-        for slot in found(daemon.dirs.shm, "*.slot-*"):
+        for slot in look_for(daemon.dirs.shm, "*.slot-*"):
             slot.unlink()
         daemon.start()
         with attached(daemon, Loop()) as ckpt, pytest.raises(NothingRestorable, match="3"):
