@@ -322,16 +322,29 @@ class EpochFacts:
             raise FormatError(f"an epoch record does not have the fields of one: {error!r}") from error
 
 
+def is_probe(step: int, one_in: int) -> bool:
+    """Whether `step` is one of those that are left without a snapshot so that steps can be compared: about one in
+    `one_in`, spread as if at random, the same on every rank. 0: none is."""
+    if one_in < 1:
+        return False
+    mixed = (step * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 64)  # splitmix64's increment and finalizer
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % (1 << 64)
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % (1 << 64)
+    return (mixed ^ (mixed >> 31)) % one_in == 0
+
+
 @dataclass(frozen=True)
 class Cadence:
-    """Job-wide: from `from_step` on, step k is snapshot iff k % every == 0."""
+    """Job-wide: from `from_step` on, step k is snapshot iff k % every == 0, unless it is a probe."""
 
     from_step: int
     every: int
+    probe: int = 0
+    """See `is_probe`."""
 
     def due(self, step: int) -> bool:
         """Whether `step` is to be snapshot (for steps at or after `from_step`)."""
-        return step % self.every == 0
+        return step % self.every == 0 and not is_probe(step, self.probe)
 
 
 @dataclass(frozen=True)

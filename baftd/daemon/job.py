@@ -318,7 +318,7 @@ class JobOnNode:
         elif isinstance(order, TellCadence):
             cadence = order.cadence
             token = wire_token(order.token)
-            reply = Cadence(token=token, from_step=cadence.from_step, memory_every=cadence.every)
+            reply = Cadence(token=token, from_step=cadence.from_step, every=cadence.every, probe=cadence.probe)
         elif isinstance(order, FenceWriter):
             if self.token is None:
                 return

@@ -152,7 +152,7 @@ class Joining:
         token, view, send = wire_token(client.token), job.view, self._context.server.send
         if view is not None:
             cadence = view.cadence
-            send(client.peer, Cadence(token=token, from_step=cadence.from_step, memory_every=cadence.every))
+            send(client.peer, Cadence(token=token, from_step=cadence.from_step, every=cadence.every, probe=cadence.probe))
             for tier, newest in (("memory", view.committed), ("durable", view.durable)):
                 if newest is not None and newest.epoch == client.token.epoch:
                     send(client.peer, Committed(token=token, step=newest.step, tier=tier))  # type: ignore[arg-type]

@@ -220,8 +220,8 @@ class Trainer:
         """Which steps are snapshot, as the job's coordinator has decided."""
         view = job.view
         if view is None:
-            return Cadence(token=token, from_step=0, memory_every=self._context.settings.memory_every)
-        return Cadence(token=token, from_step=view.cadence.from_step, memory_every=view.cadence.every)
+            return Cadence(token=token, from_step=0, every=self._context.settings.memory_every)
+        return Cadence(token=token, from_step=view.cadence.from_step, every=view.cadence.every, probe=view.cadence.probe)
 
     def _fitting(self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int]) -> list[int]:
         """Slots of a former layout that serve as well: large enough, and not so large that memory is wasted. One that a

@@ -96,7 +96,7 @@ class Standing(Handler):
             every = 1
             for cadence in self._cadences:
                 if cadence.from_step <= step:
-                    every = cadence.memory_every
+                    every = cadence.every
             return step % every == 0
 
     def take_grant(self, timeout: float = 0.0) -> Grant | None:

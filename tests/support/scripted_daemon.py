@@ -241,7 +241,7 @@ class ScriptedDaemon:
                 slots=[SlotPlace(i, file.path, file.size) for i, file in enumerate(shard.files)],
                 small_room=room,
                 grants=[grant for grant in self._grants(message.rank) if isinstance(grant, Grant)],
-                cadence=Cadence(token=message.token, from_step=0, memory_every=self.every),
+                cadence=Cadence(token=message.token, from_step=0, every=self.every),
             )
         ]
 
