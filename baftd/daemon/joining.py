@@ -21,7 +21,6 @@ from baftd.memory.processes import start_time
 from baftd.wire.codec import error_reply
 from baftd.wire.messages import (
     Ack,
-    Cadence,
     Committed,
     ErrorReply,
     Hello,
@@ -151,8 +150,7 @@ class Joining:
         assert client.token is not None
         token, view, send = wire_token(client.token), job.view, self._context.server.send
         if view is not None:
-            cadence = view.cadence
-            send(client.peer, Cadence(token=token, from_step=cadence.from_step, every=cadence.every, probe=cadence.probe))
+            send(client.peer, self._trainer.cadence(job, token))
             for tier, newest in (("memory", view.committed), ("durable", view.durable)):
                 if newest is not None and newest.epoch == client.token.epoch:
                     send(client.peer, Committed(token=token, step=newest.step, tier=tier))  # type: ignore[arg-type]

@@ -221,7 +221,8 @@ class Trainer:
         view = job.view
         if view is None:
             return Cadence(token=token, from_step=0, every=self._context.settings.memory_every)
-        return Cadence(token=token, from_step=view.cadence.from_step, every=view.cadence.every, probe=view.cadence.probe)
+        decided = view.cadence
+        return Cadence(token=token, from_step=decided.from_step, every=decided.every, probe=decided.probe)
 
     def _fitting(self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int]) -> list[int]:
         """Slots of a former layout that serve as well: large enough, and not so large that memory is wasted. One that a

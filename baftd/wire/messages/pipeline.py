@@ -90,7 +90,7 @@ class CopyPlan(Message, tag="copy_plan"):
     outside: Count = 0
     """Bytes a second copied while no window is open; 0: none."""
     timed: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=1 << 16)] = []
-    """Clock-anchored windows: begin and end in ns after the boundary, and bytes. Only where an adapter asked for them."""
+    """Clock-anchored windows: begin and end in ns after the boundary, and bytes. For adapters that ask."""
     why: Text = ""
 
 
