@@ -256,7 +256,7 @@ def _said_windows(plan: Plan) -> str:
     if plan.offer.window_fill <= 1:
         return f"windows: {can}: fits, {plan.offer.window_fill:.0%} full"
     steps = ceil(plan.offer.window_fill)
-    return f"windows: {can}: a snapshot takes {steps} steps (memory_every = {steps})"
+    return f"windows: {can}: a snapshot takes {steps} steps (interval = \"{steps} steps\")"
 
 
 def _said_network(plan: Plan) -> str:

@@ -134,7 +134,7 @@ class Service:
         coordinator = InProcessCoordinator(
             settings.state_dir,
             policy=Policy(
-                memory_every=settings.memory_every,
+                memory_every=settings.first_interval,
                 durable=tier is not None,
                 durable_steps=every.steps or None,
                 durable_seconds=every.seconds or None,

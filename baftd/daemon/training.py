@@ -220,7 +220,7 @@ class Trainer:
         """Which steps are snapshot, as the job's coordinator has decided."""
         view = job.view
         if view is None:
-            return Cadence(token=token, from_step=0, every=self._context.settings.memory_every)
+            return Cadence(token=token, from_step=0, every=self._context.settings.first_interval)
         decided = view.cadence
         return Cadence(token=token, from_step=decided.from_step, every=decided.every, probe=decided.probe)
 

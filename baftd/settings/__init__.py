@@ -11,9 +11,11 @@ from baftd.settings.table import SETTINGS, Setting, Settings
 from baftd.settings.units import (
     Every,
     format_duration,
+    format_share,
     format_size,
     parse_duration,
     parse_every,
+    parse_share,
     parse_size,
     parse_steps,
 )
@@ -26,10 +28,12 @@ __all__ = [
     "Setting",
     "Settings",
     "format_duration",
+    "format_share",
     "format_size",
     "load_settings",
     "parse_duration",
     "parse_every",
+    "parse_share",
     "parse_size",
     "parse_steps",
 ]

@@ -17,9 +17,11 @@ from typing import Any, TypeVar
 from baftd.settings.units import (
     Every,
     format_duration,
+    format_share,
     format_size,
     parse_duration,
     parse_every,
+    parse_share,
     parse_size,
     parse_steps,
 )
@@ -147,6 +149,16 @@ def _steps_or_off(value: object) -> int:
     return 0 if value in ("off", "0", 0) and not isinstance(value, bool) else parse_steps(value)
 
 
+def _interval(value: object) -> Every | None:
+    """None for "auto". Any number without a unit would do for steps and for seconds."""
+    if value in ("auto", None):
+        return None
+    try:
+        return parse_every(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "auto"') from None
+
+
 def _rate(value: object) -> int:
     if isinstance(value, str):
         value = "0" if value == "off" else re.sub(r"\s*/\s*s\s*$", "", value)
@@ -263,9 +275,18 @@ class Settings:
         show=lambda users: ", ".join(f"uid:{user}" for user in users) or "none",
     )  # fmt: skip
 
-    memory_every: int = _setting(
-        parse_steps, "1 step", "a snapshot into memory at every step that this number divides",
-        kind="steps", show=lambda steps: str(Every(steps=steps)),
+    interval: Every | None = _setting(
+        _interval, "auto",
+        "from one snapshot in memory to the next: steps or time; auto: the fewest steps that `overhead_budget` allows",
+        kind="auto or interval", show=lambda interval: "auto" if interval is None else str(interval),
+    )  # fmt: skip
+    overhead_budget: float = _setting(
+        parse_share, "1 %", "how much longer snapshots may make a step", kind="share", show=format_share
+    )
+    overhead_probe: int = _setting(
+        _steps_or_off, "64 steps",
+        "with `interval` auto one step in this many, at random, is left without a snapshot, to measure what they cost",
+        kind="steps or off", show=lambda steps: str(Every(steps=steps)) if steps else "off",
     )  # fmt: skip
     slots: int | str = _setting(
         _slots, "auto", "slots of each rank; auto: 3, with a durable tier 4", kind="auto or number"
@@ -352,6 +373,11 @@ class Settings:
     def socket(self) -> Path:
         """The daemon's control socket."""
         return self.run_dir / "baftd.sock"
+
+    @property
+    def first_interval(self) -> int:
+        """Steps between snapshots before anything was measured."""
+        return self.interval.steps or 1 if self.interval is not None else 1
 
     def origin(self, name: str) -> str:
         """Where the value of `name` came from."""

@@ -1,4 +1,4 @@
-"""Values with units: sizes ("4 GiB"), durations ("10 min") and intervals ("100 steps"), as pure functions.
+"""Values with units, as pure functions: sizes ("4 GiB"), durations ("10 min"), intervals ("100 steps"), shares ("1 %").
 
 Every function takes what a flag, a variable or a TOML file holds and raises `ValueError` with a sentence that says what
 was expected. A bare number is refused wherever more than one unit could be meant.
@@ -10,7 +10,8 @@ import math
 import re
 from dataclasses import dataclass
 
-__all__ = ["Every", "format_duration", "format_size", "parse_duration", "parse_every", "parse_size", "parse_steps"]
+__all__ = ["Every", "format_duration", "format_share", "format_size", "parse_duration", "parse_every", "parse_share",
+           "parse_size", "parse_steps"]  # fmt: skip
 
 _NUMBER_AND_UNIT = re.compile(r"\s*([+-]?[0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-zµ]*)\s*")
 
@@ -127,6 +128,23 @@ def parse_steps(value: object) -> int:
     if not every.steps:
         raise ValueError(f"{value!r} is a time; this interval is counted in steps")
     return every.steps
+
+
+def parse_share(value: object) -> float:
+    """A part of a whole (0.01) from "1 %", "0.5%". Above 0, at most 100 %."""
+    expected = 'a share such as "1 %"'
+    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*%\s*", value) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"{value!r} is not a share of something; expected {expected}")
+    percent = float(match[1])
+    if not 0 < percent <= 100:
+        raise ValueError(f"{value!r} is not above 0 % and at most 100 %")
+    return percent / 100
+
+
+def format_share(share: float) -> str:
+    """Text that `parse_share` reads back to the same number."""
+    return f"{100 * share:.10g} %"
 
 
 def format_size(size: int) -> str:

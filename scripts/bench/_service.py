@@ -44,6 +44,7 @@ class Service:
             BAFTD_DURABLE_EVERY="1000000 steps",
             BAFTD_DURABLE_KEEP="1",
             BAFTD_NODE="bench",
+            BAFTD_INTERVAL="1 step",
         )
         return environ
 

@@ -100,7 +100,7 @@ def test_windows_and_network_that_do_not_hold_a_step(cli: Cli, declared: Path) -
     assert found["network"] == {"bytes": 2 * MIB, "needed": 5 * MIB, "steps": 3}
     code, out, _ = cli(*given, "--window-bytes", "1 MiB", "--network-bytes", "2 MiB")
     assert code == 0
-    assert "can copy 1.00 MiB: a snapshot takes 3 steps (memory_every = 3)" in out
+    assert 'can copy 1.00 MiB: a snapshot takes 3 steps (interval = "3 steps")' in out
     assert "a node must send 5.00 MiB for a step and can send 2.00 MiB: one step of 3 reaches other nodes" in out
     _, out, _ = cli(*given, "--window-bytes", "10 MiB", "--network-bytes", "10 MiB")
     assert "can copy 10.0 MiB: fits, 25% full" in out

@@ -29,7 +29,7 @@ def test_fresh_begins_without_a_daemon_and_joins_one_later(run_dirs: RunDirs) ->
 
 def test_every_second_step_and_the_last_one(run_dirs: RunDirs) -> None:
     with Daemon(
-        run_dirs, memory_every="2 steps", durable_dir=str(run_dirs.durable), durable_every="1000 steps"
+        run_dirs, interval="2 steps", durable_dir=str(run_dirs.durable), durable_every="1000 steps"
     ) as daemon:
         with TrainerProcess(run_dirs, steps=7, wait_at="end") as trainer:
             trainer.wait_for("waiting")

@@ -44,7 +44,9 @@ def test_defaults(machine: Machine) -> None:
     settings = machine.load()
     assert settings.durable_dir is None
     assert settings.durable_every == Every(seconds=600)
-    assert settings.memory_every == 1
+    assert settings.interval is None
+    assert settings.overhead_budget == 0.01
+    assert settings.overhead_probe == 64
     assert settings.slots == "auto"
     assert settings.origin("slots") == "default"
     assert settings.socket == settings.run_dir / "baftd.sock"
@@ -65,16 +67,16 @@ def test_order_of_the_sources(machine: Machine) -> None:
 def test_tables_are_another_way_to_write_names(machine: Machine) -> None:
     machine.write(
         "baftd.toml",
-        '# comment\nmemory = { every = 2 }\n[durable]\ndir = "/ckpt"\n\nevery = "100 steps"  # often\n'
+        '# comment\noverhead = { budget = "2 %" }\n[durable]\ndir = "/ckpt"\n\nevery = "100 steps"  # often\n'
         "keep_every = 1000\n",
     )
     settings = machine.load()
     assert settings.durable_dir == Path("/ckpt")
     assert settings.durable_every == Every(steps=100)
     assert settings.durable_keep_every == 1000
-    assert settings.memory_every == 2
+    assert settings.overhead_budget == 0.02
     assert settings.origin("durable_every") == "./baftd.toml:6"
-    assert settings.origin("memory_every") == "./baftd.toml:2"
+    assert settings.origin("overhead_budget") == "./baftd.toml:2"
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,11 @@ def test_tables_are_another_way_to_write_names(machine: Machine) -> None:
         ('[zebra]\nstripes = 3', ["./baftd.toml:2", "'zebra_stripes'", "baftd config show"]),
         ('durable_every = "10 parsecs"', ["./baftd.toml:1", "durable_every", "'parsecs'", "10 min"]),
         ("durable_every = 10", ["./baftd.toml:1", "no unit"]),
+        ("interval = 3", ["./baftd.toml:1", "interval", "no unit", '"auto"']),
+        ('interval = "0 steps"', ["interval", "positive"]),
+        ("overhead_budget = 0.01", ["./baftd.toml:1", "overhead_budget", "1 %"]),
+        ('overhead_budget = "0 %"', ["overhead_budget", "above 0 %"]),
+        ('overhead_probe = "10 min"', ["overhead_probe", "counted in steps"]),
         ('memory_reserve = "4 min"', ["./baftd.toml:1", "memory_reserve", "'min'", "GiB"]),
         ("slots = 1", ["slots", "not between 2 and 16"]),
         ("slots = 2.5", ["slots", "not a whole number"]),
@@ -169,11 +176,15 @@ def test_values_of_every_kind_read_back(machine: Machine) -> None:
         "strict": "yes",
         "slots": "6",
         "durable_dir": "/a/../b",
+        "interval": "every 3 steps",
+        "overhead_budget": "0.25%",
+        "overhead_probe": "off",
     }
     settings = machine.load(given)
     assert settings.clients == (1001, 1002)
     assert settings.durable_rate == 500_000_000
     assert settings.durable_dir == Path("/b")
+    assert (settings.interval, settings.overhead_budget, settings.overhead_probe) == (Every(steps=3), 0.0025, 0)
     again = machine.load({name: settings.shown(name) for name in given})
     assert again == settings
 

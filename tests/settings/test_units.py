@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from baftd.settings import (
     Every,
     format_duration,
+    format_share,
     format_size,
     parse_duration,
     parse_every,
+    parse_share,
     parse_size,
     parse_steps,
 )
@@ -133,3 +135,15 @@ def test_garbage_is_a_value_error_or_a_value(value: object) -> None:
             parse(value)
         except ValueError:
             continue
+
+
+@pytest.mark.parametrize(("text", "share"), [("1 %", 0.01), ("0.5%", 0.005), (" 100 % ", 1.0), ("0.001 %", 1e-5)])
+def test_shares(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+    assert parse_share(format_share(share)) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["1", 0.01, 1, "0 %", "101 %", "-1 %", "one %", "", None, True, "1 % %"])
+def test_shares_that_make_no_sense(text: object) -> None:
+    with pytest.raises(ValueError, match="%"):
+        parse_share(text)

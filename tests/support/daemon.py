@@ -99,6 +99,7 @@ class RunDirs:
             "shm_dir": str(self.shm),
             "node": "node-a",
             "memory_reserve": "1 MiB",
+            "interval": "1 step",  # what a test counts must not depend on how fast the machine is
             **self.more,
             **settings,
         }

@@ -150,7 +150,7 @@ def test_save_makes_the_last_boundary_durable_whatever_the_cadence(daemon: Daemo
 
 
 def test_steps_that_the_cadence_leaves_out_cost_nothing_and_the_last_is_still_saved(run_dirs: RunDirs) -> None:
-    with Daemon(run_dirs, memory_every="3", durable_dir=str(run_dirs.durable), durable_every="1000 steps") as daemon:
+    with Daemon(run_dirs, interval="3 steps", durable_dir=str(run_dirs.durable), durable_every="1000 steps") as daemon:
         loop = Loop()
         with baft_torch.attach(loop.model, loop.optimizer, job="loop", settings=daemon.dirs.settings()) as ckpt:
             ckpt.resume()
