@@ -18,7 +18,7 @@ from baftd.pipeline.events import OPERATIONS, EventKind
 __all__ = ["Gap", "GapKind", "Operation", "Schedule", "Sends", "StageTimes", "Timed", "Timeline", "Times", "gap_kinds"]
 
 
-class GapKind(enum.StrEnum):
+class GapKind(str, enum.Enum):
     """Where in a step a rank is idle."""
 
     FILL = "fill"
@@ -34,6 +34,9 @@ class GapKind(enum.StrEnum):
     DATA = "data"
     """Waiting for the next batch. Only measured: no model knows of it."""
 
+    def __str__(self) -> str:
+        return self.value
+
 
 class Operation(NamedTuple):
     """One operation: forward, backward ... of one micro-batch on one stage. `micro` is -1 for REDUCE."""
@@ -47,7 +50,7 @@ class Operation(NamedTuple):
         return f"{what} of stage {self.stage}" + (f", micro-batch {self.micro}" if self.micro >= 0 else "")
 
 
-class Sends(enum.StrEnum):
+class Sends(str, enum.Enum):
     """When a rank waits for what it has sent. A send is over when its receiver has asked for it (gloo, NCCL: nothing is
     buffered), so a rank that waits for a send waits for the receiver."""
 

@@ -25,6 +25,6 @@ NAMES = (
 def build(name: str, ranks: int, micro: int, chunks: int = 1) -> Schedule:
     """The schedule of that name for p ranks, m micro-batches and v stages a rank (chunks).
 
-    A torch class name gives torch's own order and its waits for sends; the other names give the model, in which a sender
-    is never held. Raises UsageError for a name or numbers that make no schedule."""
-    raise UsageError(f"schedule {name!r} with {ranks} ranks, {micro} micro-batches and {chunks} stages a rank: unknown.")
+    A torch class name gives torch's own order and its waits for sends; the other names give the model, in which a
+    sender is never held. Raises UsageError for a name or numbers that make no schedule."""
+    raise UsageError(f"schedule {name!r} with {ranks} ranks, {micro} micro-batches and {chunks} stages: unknown.")
