@@ -72,7 +72,7 @@ WAITS = frozenset(
 
 _EVENT = struct.Struct("<BxhiQQQ")
 EVENT_BYTES = _EVENT.size
-_ORDER = struct.Struct("<BxhI")
+_ORDER = struct.Struct("<Bxhi")
 _KINDS = {int(kind): kind for kind in EventKind}
 
 
