@@ -104,7 +104,7 @@ def check_engine() -> Finding:
     """Whether the copy engine was built, and with the digest inside."""
     advice = "Install gcc, python3-dev and libxxhash-dev, then `pip install --force-reinstall --no-deps baftd`."
     try:
-        from baft_client.engine import load_engine
+        from baft_client.load_engine import load_engine
         from baftd.errors import UsageError
     except ImportError as error:
         return Finding("copy engine", "fail", f"baft_client cannot be imported: {error}", "Install baftd again.")

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from baft_client.cutting import Cutting, Recheck
-from baft_client.engine import CopyEngine, EngineHooks, load_engine
+from baft_client.engine import CopyEngine, EngineHooks
+from baft_client.load_engine import load_engine
 from baft_client.shard_writer import DeviceCopier, ShardWriter
 from baft_client.source import Source
 from baft_client.standing import Identity

@@ -2,12 +2,16 @@
 
     table = engine.prepare(segments)              once for each layout
     engine.start(address, capacity, table)        at a boundary: arms the copy, returns at once
-    engine.open() / engine.close_window()         the gate; closing takes effect within 256 KiB
+    engine.open_window(budget)                    a window: at most so many bytes, as fast as they go
+    engine.close_window(outside)                  its end: nothing, or that many bytes a second, until the next
+    engine.timed(windows)                         or windows by the clock, which nobody has to open
+    engine.open()                                 or all the time, where no windows are known
     engine.flush(deadline)                        at the fence: the rest, at full speed
     engine.digests_of()                           16 bytes for each chunk, for `Seal`
+    engine.copied(), engine.spans()               what was copied where, and when
     engine.cancel()                               instead: no source is touched after it returns
 
-Two implementations of one interface, `load_engine` picks: native_engine.py (one pthread, no GIL, from the
+Two implementations of one interface, load_engine.py picks: native_engine.py (one pthread, no GIL, from the
 extension `baft_client._engine`) and python_engine.py (a Python thread, the fallback).
 
 The caller holds every source storage from `start` until `flush` has returned True or `cancel` has returned.
@@ -16,9 +20,7 @@ Addresses are plain integers; an engine trusts them as a C program would.
 
 from __future__ import annotations
 
-import atexit
 import enum
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -28,24 +30,27 @@ import numpy.typing as npt
 
 from baftd.checkpoint.shard import CHUNK
 from baftd.errors import UsageError
-from baftd.memory.control import ControlPage
-from baftd.telemetry.log import get_logger
 
 __all__ = [
     "CHUNK",
+    "NO_LIMIT",
+    "SPANS",
     "CopyEngine",
     "EngineHooks",
     "EngineState",
     "Segment",
     "SegmentTable",
     "check_addresses",
+    "check_timed",
     "copy_verify",
     "first_difference",
-    "load_engine",
     "pack_segments",
 ]
 
-_log = get_logger("client")
+NO_LIMIT = (1 << 64) - 1
+"""Budget of a window that may take all there is."""
+SPANS = 1024
+"""Spans that an engine keeps for `spans()`; what comes beyond is counted and lost."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class EngineState(enum.IntEnum):
     IDLE = 0
     """Nothing armed."""
     WAITING = 1
-    """Armed; the gate is closed, or the pace makes it wait."""
+    """Armed; the gate is closed, the window's budget is used up, or the pace makes it wait."""
     COPYING = 2
     DONE = 3
     """All bytes of the armed table are in the slot."""
@@ -122,6 +127,10 @@ class CopyEngine(Protocol):
     def state(self) -> EngineState:
         """What it does now; ABSENT after `stop` and in a forked child."""
 
+    @property
+    def busy(self) -> bool:
+        """A thread is inside a block at this moment: after closing, whether the window still has its effect."""
+
     def prepare(self, segments: Sequence[Segment]) -> SegmentTable:
         """A table for `start`, `canary` and `compare`. UsageError for overlapping destinations or bad sizes."""
 
@@ -132,13 +141,32 @@ class CopyEngine(Protocol):
         """
 
     def open(self) -> None:
-        """Open the gate: the armed copy runs, at the pace set."""
+        """Open the gate for all the time, not as a window: the armed copy runs, at the pace set."""
 
-    def close_window(self) -> None:
-        """Close the gate. Returns at once; the thread stops within 256 KiB."""
+    def open_window(self, budget: int = NO_LIMIT) -> None:
+        """Begin a window: the armed copy runs at full speed until `budget` bytes of it are copied in this window.
+
+        Returns at once. A budget is never exceeded; less than 4 KiB of it may stay unused, since blocks are not cut
+        finer. Windows are numbered from 0 from `start` on, also those with nothing to copy and those with budget 0
+        (which wake nobody). A window that is open already ends.
+        """
+
+    def close_window(self, outside: int = 0) -> None:
+        """Close the gate, or go on at `outside` bytes a second until the next window. Returns at once.
+
+        The thread stops (or takes up that pace) within 256 KiB. Windows of `timed` stay in force.
+        """
+
+    def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        """Windows by the clock for the armed copy: (begin, end, bytes), times in ns of CLOCK_MONOTONIC.
+
+        The copying thread carries them out by itself, whatever the gate says; a window of `open_window` goes first
+        while it has bytes left. `start`, `flush` and `cancel` end them; a second call replaces them. Ignored
+        while no copy is armed. UsageError when they overlap, are not in order of time, or end before they begin.
+        """
 
     def set_pace(self, bytes_per_second: int) -> None:
-        """Copy at most this fast while the gate is open; 0: full speed (the beginning). `flush` ignores it."""
+        """Copy at most this fast after `open`; 0: full speed (the beginning). Windows and `flush` ignore it."""
 
     def flush(self, deadline: float) -> bool:
         """Copy the rest at full speed, whatever gate and pace say; the GIL is released.
@@ -153,6 +181,25 @@ class CopyEngine(Protocol):
 
     def progress(self) -> int:
         """Bytes of the armed copy that are in the slot."""
+
+    def copied(self) -> tuple[int, int, int]:
+        """Bytes of the newest copy that were copied in windows, outside of them, and in `flush`.
+
+        They stay after the copy is done or cancelled; `start` sets them to 0.
+        """
+
+    def spans(self) -> bytes:
+        """When it was copying, since the last call: records of `baftd.pipeline.events`, by time of their beginning.
+
+        Kind COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE; stage -1; micro the number of the window (of `timed`: its index
+        there), else -1; amount in bytes. A span ends where the window, the pace or the kind does, where the engine has
+        nothing to do, and after 20 ms where a pace holds it. All spans of a copy are there once its state is DONE; of a
+        copy that goes on, the newest may come with the next call. Times of `flush` overlap: two threads copy then.
+        """
+
+    @property
+    def spans_lost(self) -> int:
+        """Spans for which there was no room, since the engine began."""
 
     def digests_of(self) -> bytes:
         """16 bytes (xxh3-128) for each chunk in order of the segments; UsageError before the copy is done."""
@@ -191,6 +238,20 @@ def pack_segments(segments: Sequence[Segment]) -> npt.NDArray[np.uint64]:
     return rows
 
 
+def check_timed(windows: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64]:
+    """Windows by the clock as rows (begin, end, bytes) of uint64, else UsageError."""
+    try:
+        rows = np.array(windows, dtype=np.uint64).reshape(len(windows), 3)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise UsageError(f"windows by the clock are (begin, end, bytes), whole numbers from 0: {error}.") from error
+    wrong = rows[:, 1] <= rows[:, 0]
+    wrong[1:] |= rows[1:, 0] < rows[:-1, 1]
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise UsageError(f"window {index} by the clock ends before it begins, or begins within the one before it.")
+    return np.ascontiguousarray(rows)
+
+
 def check_addresses(addresses: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint64]:
     """`addresses` as a contiguous uint64 array of `count`, else UsageError."""
     if addresses.dtype != np.uint64 or addresses.shape != (count,):
@@ -223,58 +284,3 @@ def copy_verify(
     if len(found) != len(digests):
         raise UsageError(f"{len(digests) // 16} digests for {len(found) // 16} chunks.")
     return next(i for i in range(len(found) // 16) if found[16 * i : 16 * i + 16] != digests[16 * i : 16 * i + 16])
-
-
-_said_python = False
-
-
-def load_engine(
-    control: ControlPage | None,
-    *,
-    prefer: Literal["auto", "native", "python"] = "auto",
-    nice: int = 0,
-    hooks: EngineHooks | None = None,
-) -> CopyEngine:
-    """Start an engine gated by `control` (None: by a private page).
-
-    "auto" takes the native one where the extension was built, else the Python one, which says so once;
-    "native" raises UsageError where it was not built. `nice` is added to the thread's niceness (native only).
-    """
-    global _said_python
-    from baft_client import native_engine
-    from baft_client.python_engine import PythonEngine
-
-    if prefer not in ("auto", "native", "python"):
-        raise UsageError(f"no such engine: {prefer!r}.", hint="Set engine to auto, native or python.")
-    if prefer == "native" and not native_engine.AVAILABLE:
-        raise UsageError(
-            f"the native copy engine was not built: {native_engine.WHY_NOT}.",
-            hint="Install a C compiler and libxxhash-dev and install baftd again, or set engine to auto.",
-        )
-    if hooks is not None and hooks.hold and control is None:
-        raise UsageError("EngineHooks(hold=True) needs a control page: its hold_at says where to stop.")
-    engine: CopyEngine
-    if native_engine.AVAILABLE and prefer != "python":
-        engine = native_engine.NativeEngine(control, nice=nice, hooks=hooks)
-    else:
-        if prefer == "auto" and not _said_python:
-            _said_python = True
-            _log.warning(
-                "python_engine",
-                why=native_engine.WHY_NOT,
-                note="copies in a Python thread, slowly while the trainer computes in Python",
-                next="install a C compiler and libxxhash-dev, then install baftd again",
-            )
-        engine = PythonEngine(control, hooks=hooks)
-    _engines.add(engine)
-    return engine
-
-
-_engines: weakref.WeakSet[CopyEngine] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    """Join every copying thread while the tensors it reads still exist."""
-    for engine in list(_engines):
-        engine.stop()

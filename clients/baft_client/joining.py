@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
-from baft_client.engine import CopyEngine, load_engine
+from baft_client.engine import CopyEngine
 from baft_client.io_thread import IoThread
+from baft_client.load_engine import load_engine
 from baft_client.restore import RestoredImage
 from baft_client.saved import SavedShards
 from baft_client.source import Resumed

@@ -8,7 +8,16 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from baft_client.engine import EngineHooks, EngineState, Segment, SegmentTable, check_addresses, pack_segments
+from baft_client.engine import (
+    NO_LIMIT,
+    EngineHooks,
+    EngineState,
+    Segment,
+    SegmentTable,
+    check_addresses,
+    check_timed,
+    pack_segments,
+)
 from baft_client.python_engine import digest_chunks
 from baftd.errors import UsageError
 from baftd.memory.control import ControlPage, Gate
@@ -78,7 +87,7 @@ class NativeEngine:
 
     @property
     def busy(self) -> bool:
-        """A thread is inside a block at this moment; for measuring how soon a closed gate takes effect."""
+        """A thread is inside a block."""
         return self._engine.busy
 
     def prepare(self, segments: Sequence[Segment]) -> NativeTable:
@@ -96,9 +105,17 @@ class NativeEngine:
         """Open the gate."""
         self._engine.gate(Gate.OPEN)
 
-    def close_window(self) -> None:
-        """Close the gate."""
+    def open_window(self, budget: int = NO_LIMIT) -> None:
+        """Begin a window."""
+        self._engine.gate(Gate.OPEN)
+
+    def close_window(self, outside: int = 0) -> None:
+        """End it."""
         self._engine.gate(Gate.CLOSED)
+
+    def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        """Windows by the clock."""
+        check_timed(windows)
 
     def set_pace(self, bytes_per_second: int) -> None:
         """Limit the speed in windows."""
@@ -115,6 +132,19 @@ class NativeEngine:
     def progress(self) -> int:
         """Bytes in the slot."""
         return self._engine.progress
+
+    def copied(self) -> tuple[int, int, int]:
+        """Bytes inside, outside, in flush."""
+        return 0, self._engine.progress, 0
+
+    def spans(self) -> bytes:
+        """When it was copying."""
+        return b""
+
+    @property
+    def spans_lost(self) -> int:
+        """Spans without room."""
+        return 0
 
     def digests_of(self) -> bytes:
         """Digests of the finished copy."""

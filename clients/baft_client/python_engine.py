@@ -24,11 +24,13 @@ import xxhash
 
 from baft_client.engine import (
     CHUNK,
+    NO_LIMIT,
     EngineHooks,
     EngineState,
     Segment,
     SegmentTable,
     check_addresses,
+    check_timed,
     pack_segments,
 )
 from baftd.errors import UsageError
@@ -174,6 +176,11 @@ class PythonEngine:
             return EngineState.COPYING
         return EngineState.HELD if self._held else EngineState.WAITING
 
+    @property
+    def busy(self) -> bool:
+        """A thread is inside a block."""
+        return self._copying
+
     def prepare(self, segments: Sequence[Segment]) -> PythonTable:
         """A table of numpy rows."""
         return PythonTable(segments)
@@ -200,9 +207,17 @@ class PythonEngine:
         """Open the gate."""
         self._set_gate(True)
 
-    def close_window(self) -> None:
-        """Close the gate."""
+    def open_window(self, budget: int = NO_LIMIT) -> None:
+        """Begin a window."""
+        self._set_gate(True)
+
+    def close_window(self, outside: int = 0) -> None:
+        """End it."""
         self._set_gate(False)
+
+    def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        """Windows by the clock."""
+        check_timed(windows)
 
     def _set_gate(self, value: bool) -> None:
         if not self._absent:
@@ -255,6 +270,19 @@ class PythonEngine:
     def progress(self) -> int:
         """Bytes in the slot."""
         return self._copied if self._table is not None and not self._absent else 0
+
+    def copied(self) -> tuple[int, int, int]:
+        """Bytes inside, outside, in flush."""
+        return 0, self._copied, 0
+
+    def spans(self) -> bytes:
+        """When it was copying."""
+        return b""
+
+    @property
+    def spans_lost(self) -> int:
+        """Spans without room."""
+        return 0
 
     def digests_of(self) -> bytes:
         """Digests of the finished copy."""

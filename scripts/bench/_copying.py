@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from _report import Report, interleave, median, ratio, timed
 
-from baft_client.engine import CopyEngine, EngineState, Segment, load_engine
+from baft_client.engine import CopyEngine, EngineState, Segment
+from baft_client.load_engine import load_engine
 
 __all__ = ["copying", "pattern", "shared_memory"]
 

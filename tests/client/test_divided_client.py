@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baft_client.cutting import Cutting
-from baft_client.engine import CopyEngine, load_engine
+from baft_client.engine import CopyEngine
+from baft_client.load_engine import load_engine
 from baft_client.saved import SavedShards
 from baft_client.source import OutcomeKind, Source
 from baftd.checkpoint.cutting import cut_entry

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baft_client import engine as engine_module
+from baft_client import load_engine as load_engine_module
 from baft_client import native_engine
 from baft_client.engine import (
     CHUNK,
@@ -24,8 +24,8 @@ from baft_client.engine import (
     Segment,
     copy_verify,
     first_difference,
-    load_engine,
 )
+from baft_client.load_engine import load_engine
 from baftd.errors import UsageError
 from baftd.memory.control import ControlPage, Gate
 from tests.support.engines import MIB, Rig, expected_digests, noise, soon
@@ -502,7 +502,7 @@ def test_without_the_extension_the_fallback_says_so_once(
 ) -> None:
     monkeypatch.setattr(native_engine, "AVAILABLE", False)
     monkeypatch.setattr(native_engine, "WHY_NOT", "No module named 'baft_client._engine'")
-    monkeypatch.setattr(engine_module, "_said_python", False)
+    monkeypatch.setattr(load_engine_module, "_said_python", False)
     for _ in range(2):
         engine = load_engine(None)
         assert engine.name == "python"

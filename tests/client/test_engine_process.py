@@ -163,7 +163,8 @@ def run_script(tmp_path: Path, body: str, name: Name) -> subprocess.CompletedPro
     import ctypes, faulthandler, mmap, os, sys, threading, time
     from pathlib import Path
     faulthandler.enable()
-    from baft_client.engine import EngineHooks, EngineState, Segment, load_engine
+    from baft_client.engine import EngineHooks, EngineState, Segment
+    from baft_client.load_engine import load_engine
     from tests.support.engines import MIB, Rig, noise, soon
     rig = Rig(Path({str(tmp_path)!r}), {name!r}, hooks=EngineHooks(throttle=8 * MIB))
     engine = rig.engine

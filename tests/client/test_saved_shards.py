@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baft_client.engine import CopyEngine, load_engine
+from baft_client.engine import CopyEngine
+from baft_client.load_engine import load_engine
 from baft_client.saved import SavedShards, split_small
 from baftd.checkpoint import state_tree
 from baftd.checkpoint.identity import Token

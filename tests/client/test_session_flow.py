@@ -95,7 +95,7 @@ class RestoredImageOf:
     """The newest committed image, read through the client's own reader and through the safetensors library."""
 
     def __init__(self, daemon: ScriptedDaemon) -> None:
-        from baft_client.engine import load_engine
+        from baft_client.load_engine import load_engine
 
         source = daemon.image()
         self.digest = source.digest
@@ -290,7 +290,7 @@ def test_a_flipped_bit_is_found_whatever_it_hit(where: Places, daemon: ScriptedD
     if not chunks:
         assert source.chunk_digests
         source = structs.replace(source, chunk_digests=b"")
-    from baft_client.engine import load_engine
+    from baft_client.load_engine import load_engine
 
     engine = load_engine(None, prefer="python")
     try:

@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from baft_client.engine import CHUNK, CopyEngine, EngineHooks, EngineState, Segment, SegmentTable, load_engine
+from baft_client.engine import CHUNK, CopyEngine, EngineHooks, EngineState, Segment, SegmentTable
+from baft_client.load_engine import load_engine
 from baftd.memory.control import ControlPage
 
 Bytes = npt.NDArray[np.uint8]

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from baft_client.engine import EngineHooks, EngineState, load_engine
+from baft_client.engine import EngineHooks, EngineState
+from baft_client.load_engine import load_engine
 from baft_client.shard_writer import ShardWriter, Snapshot, Torn
 from baft_client.source import Source
 from baft_torch._state import TrainingState
