@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from baftd.errors import FormatError
 
-__all__ = ["EVENT_BYTES", "OPERATIONS", "WAITS", "Event", "EventKind", "pack_event", "pack_order", "unpack_events",
-           "unpack_order"]  # fmt: skip
+__all__ = ["EVENT_BYTES", "OPERATIONS", "WAITS", "Event", "EventKind", "pack_event", "pack_event_into", "pack_order",
+           "unpack_events", "unpack_order"]  # fmt: skip
 
 
 class EventKind(enum.IntEnum):
@@ -72,6 +72,8 @@ WAITS = frozenset(
 
 _EVENT = struct.Struct("<BxhiQQQ")
 EVENT_BYTES = _EVENT.size
+pack_event_into = _EVENT.pack_into
+"""`pack_event_into(buffer, offset, *event)` writes a record in place."""
 _ORDER = struct.Struct("<Bxhi")
 _KINDS = {int(kind): kind for kind in EventKind}
 
