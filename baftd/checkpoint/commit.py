@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from baftd.checkpoint.cadence import CadenceProposal
 from baftd.checkpoint.commit_durable import DurableCommits
 from baftd.checkpoint.decisions import (
     Committed,
@@ -31,7 +32,7 @@ from baftd.checkpoint.decisions import (
     WriteManifest,
     plan_digest,
 )
-from baftd.checkpoint.facts import Cadence, Inventory, Ready, Record, checkpoint_from, checkpoint_record
+from baftd.checkpoint.facts import Inventory, Ready, Record, checkpoint_from, checkpoint_record
 from baftd.checkpoint.history import BadSource, History
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.recovery import RestorePlan, plan_restore
@@ -55,9 +56,6 @@ __all__ = [
     "plan_digest",
 ]
 
-CADENCE_MARGIN = 8
-"""Steps between the newest step seen and the first one of a new cadence, so that every rank hears of it in time."""
-
 
 class JobCoordinator(DurableCommits):
     """One job's coordinator. Times (`now`) are seconds of one monotonic clock and only compared with each other.
@@ -79,7 +77,7 @@ class JobCoordinator(DurableCommits):
                 if checkpoint is not None and not self.history.is_abandoned(checkpoint):
                     self._durable = checkpoint
             elif record["k"] == "cadence":
-                self._cadence = Cadence(int(record["from"]), int(record["every"]))
+                self._cadences.apply(record)
             elif record["k"] == "finished":
                 self._finished_epoch = int(record["epoch"])
         if self._durable is not None and self._durable.epoch == self.history.epoch:
@@ -89,7 +87,7 @@ class JobCoordinator(DurableCommits):
     def to_records(self) -> tuple[Record, ...]:
         """Everything that must survive, as few records as possible."""
         records = list(self.history.to_records())
-        records.append({"k": "cadence", "from": self._cadence.from_step, "every": self._cadence.every})
+        records.append(self._cadences.record())
         if self._durable is not None:
             records.append({"k": "durable", "checkpoint": checkpoint_record(self._durable)})
         if self._finished_epoch:
@@ -99,16 +97,26 @@ class JobCoordinator(DurableCommits):
     # ------------------------------------------------------------ cadence
 
     def set_cadence(self, every: int) -> Ready[CoordinatorInstruction]:
-        """Snapshot every `every` steps from a step on that no rank has reached yet."""
-        if every < 1:
-            raise UsageError(f"a cadence of {every} steps makes no sense; it must be at least 1.")
-        if every == self._cadence.every:
+        """Snapshot every `every` steps, without probes, from a step on that no rank has reached yet."""
+        records = self._cadences.change(every, 0, self._newest_passed(), self.history.highest_step)
+        if not records:
             return Ready()
-        newest = max((r.passed for r in self._ranks.values()), default=self._decided_step)
-        self._cadence = Cadence(newest + CADENCE_MARGIN, every)
         self._changed()
-        record: Record = {"k": "cadence", "from": self._cadence.from_step, "every": every}
-        return Ready((record,), (Publish(self.view),))
+        return Ready(records, (Publish(self.view),))
+
+    def propose(
+        self, token: Token, incarnation: str, proposal: CadenceProposal
+    ) -> Ready[CoordinatorInstruction]:
+        """A node says which cadence its ranks need; the longest of all live nodes becomes the job's.
+
+        Saying it again changes nothing. Where the interval is fixed by the settings it is ignored. `NotJoined` for a
+        node that is not known in this incarnation. Raises `Fenced` for an old token, `UsageError` for a cadence that
+        makes no sense.
+        """
+        self._check(token)
+        if self._nodes.get(proposal.node) != incarnation:
+            return Ready((), (NotJoined(proposal.node, incarnation),))
+        return self._settle_cadence() if self._cadences.propose(incarnation, proposal) else Ready()
 
     # ------------------------------------------------------------ restore
 

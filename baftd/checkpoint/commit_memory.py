@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from baftd.checkpoint.commit_cadence import CadenceAgreement
 from baftd.checkpoint.decisions import (
     Committed,
     CoordinatorInstruction,
@@ -26,7 +27,6 @@ from baftd.checkpoint.decisions import (
 )
 from baftd.checkpoint.facts import (
     Answer,
-    Cadence,
     Inventory,
     JobView,
     Ready,
@@ -77,7 +77,7 @@ class MemoryCommits:
         self.policy = policy
         self.history = history or History()
         self.plan_generation = 0
-        self._cadence = Cadence(0, policy.memory_every)
+        self._cadences = CadenceAgreement(policy.interval, fixed=policy.interval_fixed)
         self._finished_epoch = 0
         self._durable: CheckpointId | None = None
         self._pending: DurableWrite | None = None
@@ -90,6 +90,7 @@ class MemoryCommits:
         """Forget what belonged to the epoch before."""
         head = self.history.head
         self._world = head.world if head else 0
+        self._cadences.begin(self.history.epoch)
         self._ranks: dict[int, _Rank] = {}
         self._steps: dict[int, _Step] = {}
         self._loaded: dict[int, tuple[str, str]] = {}
@@ -150,7 +151,8 @@ class MemoryCommits:
                 dead=tuple(s for s, step in self._steps.items() if step.dead is not None and s > committed),
                 persist=(self._pending.checkpoint.step,) if self._pending else (),
                 quarantined=tuple(self.history.quarantined),
-                cadence=self._cadence,
+                cadence=self._cadences.cadence,
+                cadence_by=self._cadences.by,
                 finished=self._finished_epoch == self.history.epoch > 0,
             )
         return self._view
@@ -171,10 +173,13 @@ class MemoryCommits:
         if known is not None and newer_incarnation(known, incarnation):
             return Ready((), (Joined(node, incarnation, False, self.view),))
         announce: list[CoordinatorInstruction] = []
+        records: tuple[Record, ...] = ()
         if known is not None and known != incarnation:
             announce += self._withdraw(node, known, f"node {node} has lost its memory")
+            records = self._leaves(node, known).records  # the view follows below
         self._nodes[node] = incarnation
-        records = self._learn(inventory, now) if inventory is not None else ()
+        if inventory is not None:
+            records += self._learn(inventory, now)
         announce.append(Joined(node, incarnation, True, self.view))
         announce.append(Publish(self.view))
         return Ready(records, tuple(announce))
@@ -207,7 +212,23 @@ class MemoryCommits:
         if self._nodes.get(node) != incarnation:
             return Ready()
         del self._nodes[node]
-        return Ready((), tuple(self._withdraw(node, incarnation, f"node {node} is lost: {reason}")))
+        announce = self._withdraw(node, incarnation, f"node {node} is lost: {reason}")
+        settled = self._leaves(node, incarnation)
+        return Ready(settled.records, (*announce, *settled.announce))
+
+    def _leaves(self, node: str, incarnation: str) -> Ready[CoordinatorInstruction]:
+        """What a node that is gone had proposed counts no more."""
+        return self._settle_cadence() if self._cadences.leave(node, incarnation) else Ready()
+
+    def _settle_cadence(self) -> Ready[CoordinatorInstruction]:
+        records, changed = self._cadences.settle(self._newest_passed(), self.history.highest_step)
+        if changed:
+            self._changed()
+        return Ready(records, (Publish(self.view),) if changed else ())
+
+    def _newest_passed(self) -> int | None:
+        """The newest step that any rank of this start has sealed or skipped; None: none has spoken."""
+        return max((rank.passed for rank in self._ranks.values()), default=None)
 
     def _withdraw(self, node: str, incarnation: str, reason: str) -> list[CoordinatorInstruction]:
         gone = (node, incarnation)

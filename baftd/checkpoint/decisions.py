@@ -32,7 +32,10 @@ __all__ = [
 class Policy:
     """What a job's coordinator is set to. Steps and seconds of the durable tier: whichever is set; both: either."""
 
-    memory_every: int = 1
+    interval: int = 1
+    """Steps from one snapshot in memory to the next, until nodes propose something else."""
+    interval_fixed: bool = True
+    """Whether it stays so, whatever they propose."""
     durable: bool = False
     durable_steps: int | None = None
     durable_seconds: float | None = None

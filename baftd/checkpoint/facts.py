@@ -13,12 +13,14 @@ from enum import Enum
 from functools import cached_property
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from baftd.checkpoint.cadence import Cadence, CadenceProposal, is_probe
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.errors import FormatError
 
 __all__ = [
     "Answer",
     "Cadence",
+    "CadenceProposal",
     "EpochFacts",
     "Held",
     "Inventory",
@@ -36,6 +38,7 @@ __all__ = [
     "checkpoint_from",
     "checkpoint_record",
     "is_lasting",
+    "is_probe",
     "needs_fsync",
     "newer_incarnation",
     "next_incarnation",
@@ -322,31 +325,6 @@ class EpochFacts:
             raise FormatError(f"an epoch record does not have the fields of one: {error!r}") from error
 
 
-def is_probe(step: int, one_in: int) -> bool:
-    """Whether `step` is one of those that are left without a snapshot so that steps can be compared: about one in
-    `one_in`, spread as if at random, the same on every rank. 0: none is."""
-    if one_in < 1:
-        return False
-    mixed = (step * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) % (1 << 64)  # splitmix64's increment and finalizer
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % (1 << 64)
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % (1 << 64)
-    return (mixed ^ (mixed >> 31)) % one_in == 0
-
-
-@dataclass(frozen=True)
-class Cadence:
-    """Job-wide: from `from_step` on, step k is snapshot iff k % every == 0, unless it is a probe."""
-
-    from_step: int
-    every: int
-    probe: int = 0
-    """See `is_probe`."""
-
-    def due(self, step: int) -> bool:
-        """Whether `step` is to be snapshot (for steps at or after `from_step`)."""
-        return step % self.every == 0 and not is_probe(step, self.probe)
-
-
 @dataclass(frozen=True)
 class JobView:
     """Everything a node must know of a job, in full. Losing, repeating or reordering views is harmless: a node
@@ -368,6 +346,8 @@ class JobView:
     quarantined: tuple[CheckpointId, ...]
     cadence: Cadence
     finished: bool = False
+    cadence_by: CadenceProposal | None = None
+    """Whose proposal the cadence is: the node and the rank that need so long. None: nobody has proposed anything."""
 
     @property
     def token(self) -> Token | None:

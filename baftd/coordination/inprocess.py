@@ -20,6 +20,7 @@ from typing import TypeVar
 from baftd.checkpoint.commit import CoordinatorInstruction, JobCoordinator, Joined, Policy, WriteManifest
 from baftd.checkpoint.facts import (
     Answer,
+    CadenceProposal,
     Inventory,
     JobView,
     Ready,
@@ -147,6 +148,13 @@ class InProcessCoordinator:
                 await self._do(name, lambda core: core.tick(self._clock()))
         waits = [job.core.next_tick(self._clock()) for job in self._jobs.values()]
         return min((wait for wait in waits if wait is not None), default=None)
+
+    # ------------------------------------------------------------------ cadence
+
+    async def propose(self, job: str, token: Token, proposal: CadenceProposal) -> JobView:
+        """See `Coordinator.propose`."""
+        await self._do(job, lambda core: core.propose(token, self._incarnation, proposal))
+        return await self.view(job)
 
     # ------------------------------------------------------------------ durable tier
 
@@ -305,9 +313,10 @@ class InProcessCoordinator:
         records = self._sane(name, opened.records)
         self._files.replace(directory / "coordinator.json", self._owner(store))
         core = JobCoordinator.replay(name, records, store=store, policy=self._policy, now=self._clock())
-        change = core.set_cadence(self._policy.memory_every)
-        if change.records:
-            opened.log.append(*change.records, sync=True)
+        if self._policy.interval_fixed:
+            change = core.set_cadence(self._policy.interval)
+            if change.records:
+                opened.log.append(*change.records, sync=True)
         return _Job(core, opened.log, store)
 
     def _sane(self, name: str, records: Sequence[Record]) -> list[Record]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
 from baftd.checkpoint.commit import CoordinatorInstruction, Joined
-from baftd.checkpoint.facts import Answer, Inventory, JobView, Report, RestoredRank, Skipped
+from baftd.checkpoint.facts import Answer, CadenceProposal, Inventory, JobView, Report, RestoredRank, Skipped
 from baftd.checkpoint.history import BadSource, History
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.recovery import RestorePlan
@@ -80,6 +80,19 @@ class Coordinator(Protocol):
 
     async def tick(self) -> float | None:
         """Do what has become due by time. Seconds until the next call; None: not before the next report."""
+        ...
+
+    # ------------------------------------------------------------------ cadence
+
+    async def propose(self, job: str, token: Token, proposal: CadenceProposal) -> JobView:
+        """This node says which steps its ranks can afford to snapshot. The view after it.
+
+        The longest interval that a live node proposes becomes the job's, from a step on that no rank has reached; the
+        view says whose it was (`cadence_by`). A node's newer proposal replaces its older one, and the same again
+        changes nothing. A proposal goes with its node, with its start of the job, and with a coordinator's memory: say
+        it again when the view's store is another. Without effect where the interval is fixed by the settings. Raises
+        `Fenced` for an old token, `UsageError` for a cadence that makes no sense.
+        """
         ...
 
     # ------------------------------------------------------------------ durable tier

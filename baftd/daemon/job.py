@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from baftd.checkpoint import facts
 from baftd.checkpoint.facts import (
     EpochFacts,
     JobView,
@@ -70,7 +71,7 @@ from baftd.wire.messages import (
     WireToken,
 )
 
-__all__ = ["JobOnNode", "wire_token"]
+__all__ = ["JobOnNode", "wire_cadence", "wire_token"]
 
 RESEND_AFTER = 1.0
 """Seconds until what the coordinator did not answer is sent again."""
@@ -79,6 +80,17 @@ RESEND_AFTER = 1.0
 def wire_token(token: Token) -> WireToken:
     """A token as messages carry it."""
     return WireToken(token.epoch, token.incarnation)
+
+
+def wire_cadence(cadence: facts.Cadence, token: WireToken) -> Cadence:
+    """A cadence as messages carry it."""
+    return Cadence(
+        token=token,
+        from_step=cadence.from_step,
+        every=cadence.every,
+        probe=cadence.probe,
+        earlier=[(one.from_step, one.every, one.probe) for one in cadence.earlier],
+    )
 
 
 @dataclass
@@ -316,9 +328,7 @@ class JobOnNode:
         elif isinstance(order, TellCommitted):
             reply = Committed(token=wire_token(order.token), step=order.step, tier=order.tier)
         elif isinstance(order, TellCadence):
-            cadence = order.cadence
-            token = wire_token(order.token)
-            reply = Cadence(token=token, from_step=cadence.from_step, every=cadence.every, probe=cadence.probe)
+            reply = wire_cadence(order.cadence, wire_token(order.token))
         elif isinstance(order, FenceWriter):
             if self.token is None:
                 return

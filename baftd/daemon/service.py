@@ -134,7 +134,8 @@ class Service:
         coordinator = InProcessCoordinator(
             settings.state_dir,
             policy=Policy(
-                memory_every=settings.first_interval,
+                interval=settings.first_interval,
+                interval_fixed=settings.interval is not None and bool(settings.interval.steps),
                 durable=tier is not None,
                 durable_steps=every.steps or None,
                 durable_seconds=every.seconds or None,

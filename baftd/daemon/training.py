@@ -14,7 +14,7 @@ from baftd.checkpoint.shard import TensorEntry, small_room_for
 from baftd.daemon.clients import Client
 from baftd.daemon.context import Context
 from baftd.daemon.division import Divisions
-from baftd.daemon.job import JobOnNode, wire_token
+from baftd.daemon.job import JobOnNode, wire_cadence, wire_token
 from baftd.daemon.waiting import Waiters
 from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
 from baftd.memory import preflight
@@ -221,8 +221,7 @@ class Trainer:
         view = job.view
         if view is None:
             return Cadence(token=token, from_step=0, every=self._context.settings.first_interval)
-        decided = view.cadence
-        return Cadence(token=token, from_step=decided.from_step, every=decided.every, probe=decided.probe)
+        return wire_cadence(view.cadence, token)
 
     def _fitting(self, job: JobOnNode, rank: int, layout: ImageLayout, taken: set[int]) -> list[int]:
         """Slots of a former layout that serve as well: large enough, and not so large that memory is wasted. One that a

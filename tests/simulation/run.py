@@ -47,7 +47,7 @@ def simulate(
     world = count * per
     durable_on = rng.random() < 0.6
     policy = Policy(
-        memory_every=1 if rng.random() < 0.8 else 2,
+        interval=1 if rng.random() < 0.8 else 2,
         durable=durable_on,
         durable_steps=rng.choice([2, 3, 5]) if durable_on else None,
         durable_seconds=rng.choice([None, 3.0]) if durable_on else None,

@@ -151,6 +151,8 @@ class Cadence(Message, tag="cadence"):
     probe: Count = 0
     """0: none. N: about one step in N is left without a snapshot, so that steps with and without one can be compared
     (`baftd.checkpoint.facts.is_probe`)."""
+    earlier: Annotated[list[tuple[Count, Annotated[int, Meta(ge=1)], Count]], Meta(max_length=8)] = []
+    """(from_step, every, probe) of what holds before `from_step`, oldest first."""
 
 
 class Share(Struct, frozen=True):
