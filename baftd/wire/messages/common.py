@@ -15,6 +15,7 @@ __all__ = [
     "Job",
     "Message",
     "Name",
+    "Nanoseconds",
     "Rank",
     "Text",
     "Tier",
@@ -25,6 +26,8 @@ __all__ = [
 PROTOCOL = 1
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+"""Of CLOCK_MONOTONIC: after 104 days without a restart they no longer fit into a `Count`."""
 Epoch = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 World = Annotated[int, Meta(ge=1, le=1 << 20)]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from baftd.wire.messages.common import Count, Job, Message, Name, Rank, Text, WireToken
+from baftd.wire.messages.common import Count, Job, Message, Name, Nanoseconds, Rank, Text, WireToken
 
 __all__ = [
     "BubbleRow",
@@ -50,7 +50,7 @@ class Timings(Message, tag="timings"):
     rank: Rank
     step: Count
     """The boundary that began the period."""
-    begun: Count
+    begun: Nanoseconds
     """When it returned."""
     period: Count
     """Until the next boundary returned."""
@@ -188,7 +188,7 @@ class RankStep(Struct, frozen=True, kw_only=True):
 
     rank: Rank
     step: Count
-    begun: Count
+    begun: Nanoseconds
     period: Count
     events: bytes
     plan: Count = 0
@@ -199,7 +199,7 @@ class DaemonSpan(Struct, frozen=True, kw_only=True):
     """A piece of the daemon's own work: digest, durable, commit, restore ..."""
 
     what: Name
-    begun: Count
+    begun: Nanoseconds
     """ns of CLOCK_MONOTONIC."""
     duration: Count
     rank: int = -1
