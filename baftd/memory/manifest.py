@@ -7,6 +7,8 @@
         {"k": "release", "tier", "checkpoint", "rank"}      it is not any more
         {"k": "quarantine", "checkpoint", "reason"}
         {"k": "step", "step"}                               highest step seen (not synced: a hint)
+        {"k": "failed", "epoch"}                            processes of the epoch ended without finishing the job
+        {"k": "trained", "seconds"}                         time trained in all epochs (a hint, as the step is)
 
 Shards of the memory tier live as long as the node's memory: they are believed only under the incarnation of the node
 that held them. Coordinators keep an index of manifests and are rebuilt from them.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,8 +126,15 @@ class NodeManifest:
         """Highest step that any rank was seen at here."""
         self.quarantined: dict[CheckpointId, str] = {}
         """Checkpoints that must not be tried again, with the reason."""
+        self.failures = 0
+        """Epochs whose processes ended without finishing the job."""
+        self.failed_epoch = 0
+        """The newest of them; 0: none."""
+        self.trained = 0.0
+        """Seconds that ranks of this node have trained, in all epochs."""
         self._held: dict[tuple[Tier, CheckpointId, int], tuple[str, Held]] = {}
         self._written_step = 0
+        self._written_trained = 0.0
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, ops: FileOps | None = None) -> tuple[NodeManifest, str | None]:
@@ -178,11 +188,23 @@ class NodeManifest:
         """A rank was seen at `step`. Kept in memory; written with the next change, or by `close`."""
         self.highest_step = max(self.highest_step, step)
 
+    def note_trained(self, seconds: float) -> None:
+        """Ranks have trained for so long. Kept in memory; written with the next change, or by `close`."""
+        self.trained += seconds
+
+    def fail(self, epoch: int) -> bool:
+        """Processes of the epoch have ended without finishing the job. False: that is known, or older."""
+        if epoch <= self.failed_epoch:
+            return False
+        self._change({"k": "failed", "epoch": epoch, "failures": self.failures + 1})
+        return True
+
     def close(self) -> None:
-        """Write the highest step and close the file."""
+        """Write the highest step and the time trained, and close the file."""
         try:
-            if self.highest_step > self._written_step:
-                self._journal.append({"k": "step", "step": self.highest_step})
+            hints = self._hints()
+            if hints:
+                self._journal.append(*hints)
         finally:
             self._journal.close()
 
@@ -211,14 +233,21 @@ class NodeManifest:
     # ------------------------------------------------------------------------------------ records
 
     def _change(self, record: dict[str, Any]) -> None:
-        records = [record]
-        if self.highest_step > self._written_step:
-            records.append({"k": "step", "step": self.highest_step})
+        records = [record, *self._hints()]
         self._journal.append(*records)
         for one in records:
             self._apply(one)
         if self._journal.wants_rewrite:
             self._journal.rewrite(self._records())
+
+    def _hints(self) -> list[dict[str, Any]]:
+        """What has grown since it was written last."""
+        hints: list[dict[str, Any]] = []
+        if self.highest_step > self._written_step:
+            hints.append({"k": "step", "step": self.highest_step})
+        if self.trained > self._written_trained:
+            hints.append({"k": "trained", "seconds": self.trained})
+        return hints
 
     def _records(self) -> Iterator[dict[str, Any]]:
         """The shortest journal that says the same."""
@@ -228,7 +257,10 @@ class NodeManifest:
             yield {"k": "quarantine", "checkpoint": checkpoint_record(checkpoint), "reason": reason}
         for incarnation, held in self._held.values():
             yield self._hold_record(held, incarnation)
+        if self.failed_epoch:
+            yield {"k": "failed", "epoch": self.failed_epoch, "failures": self.failures}
         yield {"k": "step", "step": self.highest_step}
+        yield {"k": "trained", "seconds": self.trained}
 
     def _hold_record(self, held: Held, incarnation: str) -> dict[str, Any]:
         return {
@@ -275,6 +307,14 @@ class NodeManifest:
         elif kind == "step":
             self.highest_step = max(self.highest_step, int(record["step"]))
             self._written_step = max(self._written_step, int(record["step"]))
+        elif kind == "failed":
+            self.failures, self.failed_epoch = int(record["failures"]), int(record["epoch"])
+        elif kind == "trained":
+            seconds = float(record["seconds"])
+            if not 0 <= seconds < math.inf:
+                raise FormatError(f"{seconds} are no seconds of training")
+            self.trained = max(self.trained, seconds)
+            self._written_trained = seconds
         else:
             raise FormatError(f"its kind {kind!r} is not known")
 

@@ -70,6 +70,38 @@ def test_everything_comes_back(path: Path) -> None:
     manifest.close()
 
 
+def test_failures_and_the_time_trained_come_back_and_an_epoch_fails_once(path: Path) -> None:
+    manifest = reopened(path)
+    manifest.note_trained(10.5)
+    assert manifest.fail(1)
+    assert not manifest.fail(1)
+    manifest.note_trained(20.0)
+    assert manifest.fail(3)
+    assert not manifest.fail(2)
+    manifest.note_trained(0.25)
+    manifest.close()
+    manifest = reopened(path)
+    assert (manifest.failures, manifest.failed_epoch, manifest.trained) == (2, 3, 30.75)
+    for step in range(1, 3):  # a rewrite keeps them
+        manifest.hold(held(step), LIFE)
+    manifest._journal.rewrite(manifest._records())
+    manifest.close()
+    manifest = reopened(path)
+    assert (manifest.failures, manifest.failed_epoch, manifest.trained) == (2, 3, 30.75)
+    manifest.close()
+
+
+def test_a_kill_loses_time_trained_since_the_last_change_and_no_failure(path: Path) -> None:
+    manifest = reopened(path)
+    manifest.note_trained(5.0)
+    assert manifest.fail(1)
+    manifest.note_trained(7.0)  # and is killed: never closed
+    again = reopened(path)
+    assert (again.failures, again.trained) == (1, 5.0)
+    again.close()
+    manifest.close()
+
+
 def test_shards_in_memory_do_not_survive_the_memory(path: Path) -> None:
     manifest = reopened(path)
     for tier in ("memory", "peer", "durable"):
