@@ -4,18 +4,26 @@
 first run once, long before the boundary. A resumed run draws again, so the generators are set to their saved state
 as soon as the iterator exists, and before it fetches anything: a dataset that draws while it loads (augmentation)
 then sees the numbers that the uninterrupted run saw.
+
+Where the loader has workers, the wait for their next batch is a window. Without workers the batch is made by the
+training thread itself, which is work and no wait.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from baft_torch._small import from_tree, to_tree
 from baftd.errors import UsageError
+from baftd.pipeline.events import EventKind
+
+if TYPE_CHECKING:
+    from baft_torch._waits import Waits
 
 __all__ = ["LoaderState"]
 
@@ -27,6 +35,7 @@ class LoaderState:
         """Raises UsageError for a loader that cannot say where it is."""
         self._loader = loader
         self._disarm: Callable[[], None] | None = None
+        self._unwatch: Callable[[], None] | None = None
         missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(loader, name, None))]
         if missing:
             raise UsageError(
@@ -74,6 +83,26 @@ class LoaderState:
             self._disarm()
             self._disarm = None
 
+    def watch(self, waits: Waits) -> None:
+        """Tell `waits` when the training thread waits for a batch, of the iterator that exists or of a later one."""
+        loader = self._loader
+        if not isinstance(loader, DataLoader):  # of another one nobody knows whether it waits or works
+            return
+        make = loader._get_iterator
+
+        def made() -> Any:
+            return _watched(make(), waits)
+
+        if getattr(loader, "_iterator", None) is not None:
+            _watched(loader._iterator, waits)
+        self._unwatch = _override(loader, "_get_iterator", made)
+
+    def unwatch(self) -> None:
+        """Watch no more. Iterators that exist go on, unwatched."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
+
     def _arm(self, put_back: Callable[[], None]) -> None:
         loader = self._loader
         if isinstance(loader, DataLoader):
@@ -87,8 +116,7 @@ class LoaderState:
                 put_back()
                 return iterator
 
-            loader._get_iterator = made  # type: ignore[method-assign]
-            self._disarm = lambda: loader.__dict__.pop("_get_iterator", None)
+            self._disarm = _override(loader, "_get_iterator", made)
             return
         kind = type(loader)
         begin = getattr(kind, "__iter__", None)
@@ -121,3 +149,37 @@ class LoaderState:
 def _is_untouched(loader: Any) -> bool:
     """Whether a StatefulDataLoader has no iterator yet."""
     return hasattr(loader, "next_iter_state") and getattr(loader, "_iterator", 0) is None
+
+
+def _override(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Give one object a method of its own; returns what puts back what was there before."""
+    before = owner.__dict__.get(name)
+    setattr(owner, name, method)
+
+    def undo() -> None:
+        if before is None:
+            owner.__dict__.pop(name, None)
+        else:
+            setattr(owner, name, before)
+
+    return undo
+
+
+def _watched(iterator: Any, waits: Waits) -> Any:
+    """The iterator itself, which from now on tells when it waits for its workers."""
+    fetch = getattr(type(iterator), "_next_data", None)
+    if fetch is None or not getattr(iterator, "_num_workers", 0):
+        return iterator
+    # An iterator stops its workers when the last reference to it goes: this one must not be one.
+    reference = weakref.ref(iterator)
+
+    def next_data() -> Any:
+        began = waits.begin_here(EventKind.WAIT_DATA)
+        try:
+            return fetch(reference())
+        finally:
+            if began:
+                waits.end(EventKind.WAIT_DATA, began)
+
+    iterator._next_data = next_data
+    return iterator

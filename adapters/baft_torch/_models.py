@@ -65,6 +65,8 @@ class ModelTree:
         self.layout = layout if layout is not None else JobLayout(world=world)
         modules = _modules(models)
         self.pipeline = Pipeline.of([module for _, module in modules], schedule, self.layout)
+        self.given = [module for _, module in modules]
+        """The modules as they were given to attach(), wrappers included."""
         self._roots = [self._root(prefix, module) for prefix, module in modules]
         self._parameters: dict[str, Named] = {}
         self._holders: list[tuple[dict[str, Any], int]] = []

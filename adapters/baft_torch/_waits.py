@@ -5,25 +5,42 @@ Every blocking collective of torch.distributed ends in `Work.wait`, and so does 
 outside of torch's own pipelines, and FSDP2's gathering and scattering: that one method is wrapped while a training is
 attached. Functions that were imported by name before, `async_op=True`, and groups made later are seen all the same;
 compiled code, which knows the functions of torch.distributed by their identity, finds them as they were. Functional
-collectives (DTensor, and `clip_grad_norm_` on it) wait in `wait_tensor`, which is wrapped too.
+collectives (DTensor, and `clip_grad_norm_` on it) wait in `wait_tensor`, which is wrapped too; compiled code goes
+through to the original there.
 
 The *tail* is the window from the end of the last backward pass, or of `schedule.step()`, to the update: gradient norms,
-DDP's reductions and a search for infinities lie in it, whatever they wait with. `_tail.py` finds its beginning.
+DDP's reductions and a search for infinities lie in it, whatever they wait with. `_tail.py` finds where it begins.
+
+A window opens for every wait, also where the data is there already: the plan knows windows by their number in the step,
+and numbers must not depend on who came first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Iterable
+from threading import get_ident
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+from baft_torch._tail import BackwardEnd, ForwardBegin
+from baftd.pipeline.events import EventKind
+from baftd.telemetry import get_logger
 
 if TYPE_CHECKING:
     from baft_client.recorder import Recorder
     from baft_client.windows import Windows
 
 __all__ = ["Waits"]
+
+_SEND, _RECEIVES = 12, (13, 14)
+"""OpType of c10d, which Python sees as a number: SEND; RECV and RECVANYSOURCE."""
+
+_attached: tuple[Waits, ...] = ()
+"""Every attached training of this process."""
+_undo: list[Callable[[], None]] = []
 
 
 class Waits:
@@ -37,30 +54,199 @@ class Waits:
         modules: Iterable[nn.Module] = (),
         params: Iterable[torch.Tensor] = (),
         pipeline: bool = False,
+        device: bool = False,
     ) -> None:
-        """Begin to watch the thread that calls this, and, at each boundary, the one that passes it.
+        """Begin to watch the thread that calls this, and, from each boundary on, the one that passes it.
 
-        modules: whose forward ends a tail. params: whose gradients tell of a backward pass; not looked at where
-        `pipeline`, in which `schedule_returned` tells of the end.
+        modules: whose forward ends a tail. params: whose gradients tell of a backward pass. Neither is looked at where
+        `pipeline`: `schedule_returned` tells of the end there. device: the state lies on a device, whose waits do not
+        hold the host: windows are anchored after what was launched last.
         """
         self.covered = False
-        """Set while somebody else stands for what the thread waits for (the observer of a pipeline around its receives):
-        waits within open no window of their own and are not recorded."""
+        """Set while somebody else stands for what the thread waits for (the observer of a pipeline around its
+        receives): waits within open no window of their own and are not recorded."""
+        self.thread = get_ident()
+        """The training thread."""
+        self._windows = windows
+        self._recorder = recorder
+        self._device = device
+        self._fenced = self._closed = False
+        self._tail = 0
+        """When the tail that is open began, in ns; 0: none is."""
+        self._forward = ForwardBegin(() if pipeline else modules, self._model_called)
+        self._backward = BackwardEnd(() if pipeline else params, self.forward_begins, self._backward_ended)
+        _attach(self)
 
-    def schedule_begins(self) -> None:
+    # ------------------------------------------------------------ waits
+
+    def begin(self, kind: EventKind) -> int:
+        """The thread is about to wait. Returns the time, for `end`."""
+        if not self._fenced:
+            if self._device:
+                self._windows.anchor(kind)
+            else:
+                self._windows.enter(kind)
+        return time.monotonic_ns()
+
+    def begin_here(self, kind: EventKind) -> int:
+        """`begin` if this is the training thread of a training that is still attached, else 0: nothing to end."""
+        mine = get_ident() == self.thread and not self._closed
+        return self.begin(kind) if mine else 0
+
+    def end(self, kind: EventKind, began: int) -> None:
+        """The wait is over."""
+        ended = time.monotonic_ns()
+        if not self._fenced and not self._device:
+            self._windows.leave()
+        self._recorder.add(kind, -1, -1, began, ended)
+
+    # ------------------------------------------------------------ the tail
+
+    def schedule_entered(self) -> None:
         """`schedule.step()` was called: the tail of a former call ends."""
+        self.forward_begins()
 
     def schedule_returned(self) -> None:
-        """`schedule.step()` has returned: the tail begins."""
+        """`schedule.step()` has returned, and gradients are there: the tail begins."""
+        self._open_tail()
 
     def forward_begins(self) -> None:
         """A forward pass begins: a tail that is open ends."""
+        if self._tail:
+            self._close_tail()
+
+    def _model_called(self) -> None:
+        if get_ident() == self.thread:
+            self.forward_begins()
+            self._backward.abandon()
+
+    def _backward_ended(self) -> None:
+        if get_ident() == self.thread or self._device:
+            self._open_tail()
+
+    def _open_tail(self) -> None:
+        if not self._tail and not self._fenced:
+            self._tail = self.begin(EventKind.TAIL)
+
+    def _close_tail(self) -> None:
+        began, self._tail = self._tail, 0
+        self.end(EventKind.TAIL, began)
+
+    # ------------------------------------------------------------ steps
 
     def fence(self) -> None:
         """An update is about to begin: the tail ends, and until the next boundary no window opens."""
+        if self._tail:
+            self._close_tail()
+        if not self._fenced:
+            self._fenced = True
+            self._backward.step_ended()
 
     def boundary(self) -> None:
         """A step is complete: waits of the calling thread are windows of the next."""
+        if self._tail:
+            self._close_tail()
+        self._fenced = False
+        self.thread = get_ident()
 
     def close(self) -> None:
         """Undo every wrapping and take hooks away. Safe to call again."""
+        self._closed = True
+        _detach(self)
+        self._forward.remove()
+        self._backward.remove()
+        if self._tail:
+            self._close_tail()
+
+
+# ------------------------------------------------------------ what is wrapped
+
+
+def _attach(waits: Waits) -> None:
+    global _attached
+    if not _attached and torch.distributed.is_available():
+        _undo.extend(wrap() for wrap in (_wrap_work, _wrap_functional))
+    _attached = (*_attached, waits)
+
+
+def _detach(waits: Waits) -> None:
+    global _attached
+    _attached = tuple(each for each in _attached if each is not waits)
+    if not _attached:
+        while _undo:
+            _undo.pop()()
+
+
+def _mine() -> list[Waits]:
+    """Whose training thread this is."""
+    thread = get_ident()
+    return [each for each in _attached if each.thread == thread and not each.covered]
+
+
+def _wrap_work() -> Callable[[], None]:
+    """Wrap `Work.wait`; returns what undoes it."""
+    from torch._C import _distributed_c10d
+
+    kind_of = getattr(_distributed_c10d.Work, "_get_op_type", None)
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        mine = _mine()
+        if not mine:
+            return original(work, *args, **kwargs)
+        return _waited(mine, _kind(work, kind_of), original, work, *args, **kwargs)
+
+    original = _distributed_c10d.Work.wait
+    return _replace(_distributed_c10d.Work, "wait", wait)
+
+
+def _wrap_functional() -> Callable[[], None]:
+    """Wrap `wait_tensor` of the functional collectives; returns what undoes it."""
+    from torch.distributed import _functional_collectives as functional
+
+    original = getattr(functional, "wait_tensor", None)
+    if original is None:
+        get_logger("torch").info("not_observed", what="wait_tensor", note="the tail covers functional collectives")
+        return lambda: None
+
+    def wait_tensor(tensor: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(tensor)
+        mine = _mine()
+        return _waited(mine, EventKind.WAIT_COLLECTIVE, original, tensor) if mine else original(tensor)
+
+    wait_tensor.__wrapped__ = original  # type: ignore[attr-defined]
+    return _replace(functional, "wait_tensor", wait_tensor)
+
+
+def _replace(owner: Any, name: str, wrapped: Callable[..., Any]) -> Callable[[], None]:
+    """Put `wrapped` in the place of an attribute; returns what puts the original back. Where somebody has wrapped it
+    once more since, it stays, and passes through: no training is attached any more."""
+    original = getattr(owner, name)
+    setattr(owner, name, wrapped)
+
+    def undo() -> None:
+        if getattr(owner, name) is wrapped:
+            setattr(owner, name, original)
+
+    return undo
+
+
+def _kind(work: Any, kind_of: Callable[[Any], int] | None) -> EventKind:
+    """What a work waits for. A work that was written in Python may not know."""
+    try:
+        number = kind_of(work) if kind_of is not None else -1
+    except Exception:  # noqa: BLE001  a subclass whose base was never initialised; only the event's name depends on it
+        return EventKind.WAIT_COLLECTIVE
+    if number in _RECEIVES:
+        return EventKind.WAIT_RECV
+    return EventKind.WAIT_SEND if number == _SEND else EventKind.WAIT_COLLECTIVE
+
+
+def _waited(mine: list[Waits], kind: EventKind, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Wait, with windows of these trainings open."""
+    began = [each.begin(kind) for each in mine]
+    try:
+        return wait(*args, **kwargs)
+    finally:
+        for each, when in zip(mine, began, strict=True):
+            each.end(kind, when)
