@@ -283,7 +283,7 @@ class Session:
             self._guard(lambda: self._seal(None))  # a loop without a fence hook: the copy must be over by now
         self._step = step
         self._counters.boundaries += 1
-        if not force and not self._standing.due(step):
+        if not self._standing.takes(step, force=force):
             return Outcome(OutcomeKind.NOT_DUE, step)
         outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began, force))
         self._counters.held_seconds += self._clock() - began

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baft_client.io_thread import Handler, IoThread
 from baftd import __version__
+from baftd.checkpoint import cadence as facts
 from baftd.errors import BaftError, Fenced
 from baftd.memory.processes import RecordLock
 from baftd.telemetry import get_logger
@@ -22,6 +23,7 @@ from baftd.wire.messages import (
     Begin,
     Cadence,
     Committed,
+    CopyPlan,
     Declared,
     ErrorReply,
     Fence,
@@ -71,6 +73,8 @@ class Standing(Handler):
         """The daemon does not know the layout (any more)."""
         self.no_grant = ""
         """Why no slot is granted, in the daemon's words."""
+        self.plan: CopyPlan | None = None
+        """The newest copy plan for the declared layout; in force from the next boundary on. It outlives an outage."""
         self.committed: dict[str, int] = {}
         self.refused = 0
         """Messages without an answer that the daemon refused."""
@@ -83,7 +87,12 @@ class Standing(Handler):
         self._on_fenced = on_fenced
         self._grants: OrderedDict[int, Grant] = OrderedDict()
         self._used: dict[int, int] = {}
-        self._cadences: list[Cadence] = []
+        self._cadence: facts.Cadence | None = None
+        self._planned = 0
+        """Generation of the newest plan of this connection and layout: a daemon that was restarted counts anew."""
+        self._reached = self._forced = 0
+        self.late_cadences = 0
+        """Times that a cadence was heard of after steps that it takes and that this rank had left out."""
         self._lock: RecordLock | None = None
         self._locked = (0, 0)
         self._log = get_logger("client").bind(job=identity.job, rank=identity.rank)
@@ -91,13 +100,17 @@ class Standing(Handler):
     # ------------------------------------------------------------ for the training thread
 
     def due(self, step: int) -> bool:
-        """Whether the job's cadence takes `step`. Before any cadence is known: yes."""
+        """Whether the job's cadence takes `step`, which may lie ahead. Before any cadence is known: yes."""
         with self.changed:
-            every = 1
-            for cadence in self._cadences:
-                if cadence.from_step <= step:
-                    every = cadence.every
-            return step % every == 0
+            return self._cadence is None or self._cadence.due(step)
+
+    def takes(self, step: int, *, force: bool = False) -> bool:
+        """The same at the boundary of `step`, or `force`: what is left out here is left out for good."""
+        with self.changed:
+            self._reached = step
+            if force:
+                self._forced = step
+            return force or self._cadence is None or self._cadence.due(step)
 
     def take_grant(self, timeout: float = 0.0) -> Grant | None:
         """The oldest granted slot, waited for `timeout` seconds; it is used up whatever becomes of the snapshot."""
@@ -127,15 +140,18 @@ class Standing(Handler):
             self._used.clear()
             self.no_grant = ""
             self.must_declare = False
+            self.plan, self._planned = None, 0  # it was for other bytes
             for grant in reply.grants:
                 self._grants[grant.slot] = grant
-            self._take_cadence(reply.cadence)
+            missed = self._take_cadence(reply.cadence)
             self.changed.notify_all()
+        self._say_missed(missed)
 
     def adopt(self, token: WireToken) -> None:
         """The rendezvous gave a token."""
         with self.changed:
             self.token = token
+            self._reached = self._forced = 0
             self.changed.notify_all()
 
     def release(self) -> None:
@@ -176,6 +192,7 @@ class Standing(Handler):
             again = self.went_up > 0
             self.went_up += 1
             self.refusal = None
+            self._planned = 0
             # The daemon grants anew after a hello; what it granted before it may not remember.
             self._grants.clear()
             self.changed.notify_all()
@@ -238,6 +255,7 @@ class Standing(Handler):
             if isinstance(reply, Fence) and self.token is not None and token.epoch > self.token.epoch:
                 self._fence(reply.reason)
             return
+        missed = None
         with self.changed:
             if isinstance(reply, Grant):
                 if reply.generation > self._used.get(reply.slot, -1):
@@ -246,19 +264,37 @@ class Standing(Handler):
             elif isinstance(reply, NoGrant):
                 self.no_grant = reply.reason
             elif isinstance(reply, Cadence):
-                self._take_cadence(reply)
+                missed = self._take_cadence(reply)
+            elif isinstance(reply, CopyPlan):
+                if reply.rank == self.identity.rank and reply.generation > self._planned:
+                    self.plan, self._planned = reply, reply.generation
             elif isinstance(reply, Committed):
                 self.committed[reply.tier] = max(reply.step, self.committed.get(reply.tier, 0))
             self.changed.notify_all()
+        self._say_missed(missed)
         if isinstance(reply, Fence):
             self._fence(reply.reason)
         elif isinstance(reply, Committed) and reply.tier == "memory" and self.link is not None:
             step = reply.step
             self.link.acknowledge(lambda message: _step_of(message) <= step)
 
-    def _take_cadence(self, cadence: Cadence) -> None:
-        kept = [known for known in self._cadences if known.from_step < cadence.from_step]
-        self._cadences = [*kept[-8:], cadence]
+    def _take_cadence(self, said: Cadence) -> int | None:
+        """The newest step that other ranks take by it and that this one has passed without a snapshot, if any."""
+        cadence = facts.Cadence(
+            said.from_step, said.every, said.probe, tuple(facts.Cadence(*earlier) for earlier in said.earlier)
+        )
+        known, self._cadence = self._cadence, cadence
+        missed = None if known is None else cadence.missed(known, self._reached)
+        return missed if missed != self._forced else None
+
+    def _say_missed(self, step: int | None) -> None:
+        """A step that only some ranks hold must not stay open: this one says that it has none."""
+        if step is None or self.token is None or self.link is None or self.fenced:
+            return
+        self.late_cadences += 1
+        why = f"cadence: word of it came after step {step}, which it takes"
+        self._log.warning("cadence_heard_late", step=step, note="this step and those before it cannot be complete")
+        self.link.post(Skip(token=self.token, rank=self.identity.rank, step=step, reason=why))
 
     def _refused(self, reply: ErrorReply) -> None:
         error = reply_error(reply)

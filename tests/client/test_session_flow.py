@@ -172,7 +172,7 @@ def test_cadence_is_the_jobs_and_may_change_for_a_future_step(where: Places) -> 
             trainer.session.settle(5)
         assert kinds == ["began", "not_due", "began", "not_due", "not_due", "began", "not_due"], "first: none known yet"
         assert daemon.token is not None
-        daemon.push(Cadence(token=daemon.token, from_step=10, every=2))
+        daemon.push(Cadence(token=daemon.token, from_step=10, every=2, earlier=[(0, 3, 0)]))
         daemon.push(Cadence(token=WireToken(9, INCARNATION), from_step=0, every=1))  # another start's
         wait_for(lambda: trainer.session.due(10))
         assert [trainer.session.due(step) for step in range(8, 15)] == [False, True, True, False, True, False, True]
