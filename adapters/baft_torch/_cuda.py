@@ -1,15 +1,26 @@
-"""Tensors on CUDA devices: copied into registered slot memory by a stream of their own, while the next step computes.
+"""Tensors on CUDA devices: copied into registered slot memory by a stream of their own.
 
-At the boundary the copy stream waits for the compute stream (the state is complete there), then copies every stable
-tensor. Volatile tensors are copied on the compute stream itself, so that no later kernel can change them first. At the
-fence the compute stream waits for the copy stream, and the host until the last byte has arrived.
+At the boundary the copy stream waits for the compute stream (the state is complete there). Without windows it then
+copies every stable tensor while the next step computes. With windows (`gated`) it copies nothing yet: at each `anchor`
+it waits for what was launched on the compute stream so far, and then copies as many bytes as the window's budget says:
+so the bytes travel in the gap that follows that operation on the device, and the host never waits. `rest` at the fence
+enqueues what no window took, and has the compute stream wait for the copy stream's last event, so that no update runs
+before the last byte was read. Volatile tensors are copied on the compute stream itself, so that no later kernel can
+change them first.
+
+How long a gap is only the device knows: events with times are recorded before and after it (`anchor`, `passed`), and
+read once it has gone by (`gaps`).
+
+The canary is sampled by the copy stream, before the first byte and after the last, and compared by the host.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -23,9 +34,42 @@ __all__ = ["CudaCopier"]
 SAMPLED = 16
 """Elements of each tensor that the canary takes."""
 POLL = 0.0002
+"""Seconds between two looks at an event, where the host must wait."""
+PIECE = 1 << 20
+"""Bytes: windows end at a multiple of it within a tensor, so that no copy is tiny."""
+GAPS = 4096
+"""Gaps whose length has not been read yet, at most: older ones are forgotten."""
 
 _CUDA: Any = torch.cuda
 """Typed loosely: its stubs leave out most of what is used here."""
+
+
+@dataclass
+class _Piece:
+    """What is left to copy of one tensor."""
+
+    tensor: torch.Tensor
+    """Its bytes."""
+    view: torch.Tensor
+    """Where they go."""
+    done: int = 0
+
+
+@dataclass
+class _Device:
+    """What happens on one device for one snapshot."""
+
+    stream: Any
+    """For copies."""
+    pieces: deque[_Piece] = field(default_factory=deque)
+    """Not enqueued yet."""
+    sampled: list[tuple[str, torch.Tensor]] = field(default_factory=list)
+    """Stable tensors by name."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    after: list[torch.Tensor] = field(default_factory=list)
+    """Samples of them, when the copying began and when it was over."""
+    event: Any = None
+    """After all that was enqueued so far."""
 
 
 class CudaCopier:
@@ -36,8 +80,11 @@ class CudaCopier:
         self._registered: list[int] = []
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
-        self._done: list[tuple[torch.device, Any]] = []
-        self._canaries: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._devices: dict[torch.device, _Device] = {}
+        self._inside = self._outside = self._late = 0
+        self._at_fence = False
+        self._open: list[tuple[int, Any, Any]] = []
+        self._gaps: deque[tuple[int, Any, Any]] = deque(maxlen=GAPS)
         self._log = get_logger("torch")
 
     def slots(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -56,61 +103,151 @@ class CudaCopier:
                 # Copies into ordinary memory are right too, only slower: the driver stages them.
                 self._log.warning("not_registered", bytes=nbytes, code=code, note="copies to the slot are slower")
 
-    def start(self, jobs: Sequence[tuple[Source, int]]) -> None:
-        """Enqueue the copy of every source to its address, and return."""
-        self._done.clear()
-        self._canaries.clear()
+    # ------------------------------------------------------------ from boundary to fence
+
+    def start(self, jobs: Sequence[tuple[Source, int]], *, gated: bool = False) -> None:
+        """Enqueue the copy of every source to its address, and return. `gated`: of volatile ones only, and leave the
+        others to windows."""
+        self._forget()
+        self._inside = self._outside = self._late = 0
+        self._at_fence = False
         by_device: dict[torch.device, list[tuple[Source, torch.Tensor, torch.Tensor]]] = {}
         for source, address in jobs:
             tensor = self._tensor_of(source)
             by_device.setdefault(tensor.device, []).append((source, tensor, self._view(address, source.entry.nbytes)))
         for device, work in by_device.items():
             self._start_on(device, work)
+            if not gated:
+                self._outside += self._enqueue(device, None)
 
     def _start_on(self, device: torch.device, work: list[tuple[Source, torch.Tensor, torch.Tensor]]) -> None:
         compute = _CUDA.current_stream(device)
         copies = self._streams.get(device)
         if copies is None:
             copies = self._streams[device] = _CUDA.Stream(device)
+        at = self._devices[device] = _Device(copies)
         with torch.no_grad(), _CUDA.device(device):
             for source, tensor, view in work:
                 if source.entry.kind == "volatile":
                     view.copy_(_bytes_of(tensor), non_blocking=True)
+                else:
+                    at.sampled.append((source.entry.name, tensor))
+                    at.pieces.append(_Piece(_bytes_of(tensor), view))
             copies.wait_stream(compute)
             with _CUDA.stream(copies):
-                for source, tensor, view in work:
-                    if source.entry.kind == "stable":
-                        self._canaries.append((source.entry.name, tensor, _sample(tensor)))
-                        view.copy_(_bytes_of(tensor), non_blocking=True)
-                event = _CUDA.Event()
-                event.record(copies)
-        self._done.append((device, event))
+                at.before = [_sample(tensor) for _, tensor in at.sampled]
+                at.event = _recorded(copies)
+
+    def anchor(self, ordinal: int, budget: int) -> None:
+        """A gap follows what was launched last: let up to `budget` bytes travel once that is done. Nothing waits.
+
+        While a graph is captured nothing is enqueued: a copy would become a part of the graph.
+        """
+        if self._at_fence or _CUDA.is_current_stream_capturing():
+            return
+        for device, at in self._devices.items():
+            compute = _CUDA.current_stream(device)
+            begins = _CUDA.Event(enable_timing=True)
+            begins.record(compute)
+            self._open.append((ordinal, begins, compute))
+            if at.pieces and budget > 0:
+                at.stream.wait_event(begins)
+                taken = self._enqueue(device, budget)
+                self._inside += taken
+                budget -= taken
+
+    def passed(self, ordinal: int) -> None:
+        """What was waited for in that gap has been launched: the gap ends behind it."""
+        still = []
+        for number, begins, compute in self._open:
+            if number != ordinal:
+                still.append((number, begins, compute))
+            elif not _CUDA.is_current_stream_capturing():
+                ends = _CUDA.Event(enable_timing=True)
+                ends.record(compute)
+                self._gaps.append((number, begins, ends))
+        self._open = still
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """(window, nanoseconds) of gaps that have gone by on the device since the last call, in their order."""
+        found = []
+        while self._gaps and self._gaps[0][2].query():
+            number, begins, ends = self._gaps.popleft()
+            found.append((number, int(begins.elapsed_time(ends) * 1e6)))
+        return found
+
+    def rest(self) -> None:
+        """The fence: enqueue what no window took, and order later kernels behind the copies. Nothing waits."""
+        if self._at_fence:
+            return
+        self._at_fence = True
+        self._open.clear()
+        for device, at in self._devices.items():
+            self._late += self._enqueue(device, None)
+            with torch.no_grad(), _CUDA.device(device), _CUDA.stream(at.stream):
+                at.after = [_sample(tensor) for _, tensor in at.sampled]
+                at.event = _recorded(at.stream)
+            _CUDA.current_stream(device).wait_event(at.event)
+
+    def arrived(self) -> bool:
+        """Whether the last byte that was enqueued has arrived."""
+        return all(at.event.query() for at in self._devices.values())
+
+    def copied(self) -> tuple[int, int, int]:
+        """Bytes of stable tensors since `start`: enqueued in windows, outside of them, and at the fence."""
+        return self._inside, self._outside, self._late
 
     def flush(self, deadline: float) -> bool:
-        """Order later kernels behind the copies and wait for the last byte; False after `deadline` seconds."""
+        """`rest`, and wait for the last byte; False after `deadline` seconds."""
+        self.rest()
         until = time.monotonic() + deadline
-        for device, event in self._done:
-            _CUDA.current_stream(device).wait_event(event)
-        for _, event in self._done:
-            while not event.query():
-                if time.monotonic() > until:
-                    return False
-                time.sleep(POLL)
+        while not self.arrived():
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL)
         return True
 
     def cancel(self) -> None:
         """Wait until nothing writes to a slot any more: a copy that was enqueued cannot be taken back."""
-        for _, event in self._done:
-            event.synchronize()
-        self._done.clear()
-        self._canaries.clear()
+        for at in self._devices.values():
+            at.event.synchronize()
+        self._forget()
 
     def check(self) -> str | None:
-        """Name of a tensor whose sampled elements changed since `start`."""
-        for name, tensor, before in self._canaries:
-            if not torch.equal(_sample(tensor), before):
-                return name
+        """Name of a tensor whose sampled elements changed between `start` and `rest`. Waits for the copy stream."""
+        for at in self._devices.values():
+            with _CUDA.stream(at.stream):
+                for (name, _), before, after in zip(at.sampled, at.before, at.after, strict=True):
+                    if not torch.equal(before, after):
+                        return name
         return None
+
+    # ------------------------------------------------------------ within
+
+    def _forget(self) -> None:
+        self._devices.clear()
+        self._open.clear()
+
+    def _enqueue(self, device: torch.device, budget: int | None) -> int:
+        """Enqueue up to `budget` bytes (None: all) of what is left; returns how many."""
+        at, taken = self._devices[device], 0
+        with torch.no_grad(), _CUDA.device(device), _CUDA.stream(at.stream):
+            while at.pieces:
+                piece = at.pieces[0]
+                size = piece.tensor.numel() - piece.done
+                if budget is not None and size > budget - taken:
+                    size = (budget - taken) // PIECE * PIECE
+                    if not size:
+                        break
+                end = piece.done + size
+                piece.view[piece.done : end].copy_(piece.tensor[piece.done : end], non_blocking=True)
+                piece.done, taken = end, taken + size
+                if end < piece.tensor.numel():
+                    break
+                at.pieces.popleft()
+            if taken:
+                at.event = _recorded(at.stream)
+        return taken
 
     def _view(self, address: int, nbytes: int) -> torch.Tensor:
         """Slot memory as a tensor of bytes."""
@@ -119,6 +256,13 @@ class CudaCopier:
             memory = (ctypes.c_uint8 * nbytes).from_address(address)
             view = self._views[address, nbytes] = torch.from_numpy(np.ctypeslib.as_array(memory))
         return view
+
+
+def _recorded(stream: Any) -> Any:
+    """An event after all that was enqueued on the stream."""
+    event = _CUDA.Event()
+    event.record(stream)
+    return event
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,4 +278,3 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of up to SAMPLED elements, evenly spaced."""
     flat = _flat(tensor)
     return flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].contiguous().view(torch.uint8).clone()
-

@@ -17,6 +17,7 @@ and numbers must not depend on who came first.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from threading import get_ident
@@ -59,8 +60,8 @@ class Waits:
         """Begin to watch the thread that calls this, and, from each boundary on, the one that passes it.
 
         modules: whose forward ends a tail. params: whose gradients tell of a backward pass. Neither is looked at where
-        `pipeline`: `schedule_returned` tells of the end there. device: the state lies on a device, whose waits do not
-        hold the host: windows are anchored after what was launched last.
+        `pipeline`: `schedule_returned` tells of the end there. device: the state lies on a device, whose backward pass
+        runs in threads of torch's own: they count as the training thread.
         """
         self.covered = False
         """Set while somebody else stands for what the thread waits for (the observer of a pipeline around its
@@ -79,24 +80,26 @@ class Waits:
 
     # ------------------------------------------------------------ waits
 
+    def trains(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return get_ident() == self.thread or (
+            self._device and isinstance(threading.current_thread(), threading._DummyThread)
+        )
+
     def begin(self, kind: EventKind) -> int:
         """The thread is about to wait. Returns the time, for `end`."""
         if not self._fenced:
-            if self._device:
-                self._windows.anchor(kind)
-            else:
-                self._windows.enter(kind)
+            self._windows.enter(kind)
         return time.monotonic_ns()
 
     def begin_here(self, kind: EventKind) -> int:
         """`begin` if this is the training thread of a training that is still attached, else 0: nothing to end."""
-        mine = get_ident() == self.thread and not self._closed
-        return self.begin(kind) if mine else 0
+        return self.begin(kind) if self.trains() and not self._closed else 0
 
     def end(self, kind: EventKind, began: int) -> None:
         """The wait is over."""
         ended = time.monotonic_ns()
-        if not self._fenced and not self._device:
+        if not self._fenced:
             self._windows.leave()
         self._recorder.add(kind, -1, -1, began, ended)
 
@@ -116,12 +119,12 @@ class Waits:
             self._close_tail()
 
     def _model_called(self) -> None:
-        if get_ident() == self.thread:
+        if self.trains():
             self.forward_begins()
             self._backward.abandon()
 
     def _backward_ended(self) -> None:
-        if get_ident() == self.thread or self._device:
+        if self.trains():
             self._open_tail()
 
     def _open_tail(self) -> None:
@@ -179,8 +182,7 @@ def _detach(waits: Waits) -> None:
 
 def _mine() -> list[Waits]:
     """Whose training thread this is."""
-    thread = get_ident()
-    return [each for each in _attached if each.thread == thread and not each.covered]
+    return [each for each in _attached if not each.covered and each.trains()]
 
 
 def _wrap_work() -> Callable[[], None]:
