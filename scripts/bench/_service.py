@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -23,19 +24,32 @@ ROOT = Path(__file__).resolve().parents[2]
 class Service:
     """`baftd start --foreground`; everything is removed at the end."""
 
-    def __init__(self, *, durable: Path) -> None:
-        """`durable`: where to make the directory of the durable tier, on the disk that is measured."""
+    def __init__(self, *, durable: Path, settings: Mapping[str, str] | None = None) -> None:
+        """`durable`: where to make the directory of the durable tier, on the disk that is measured. `settings`: others
+        than the default, by name."""
+        self._settings = dict(settings or {})
         self.base = Path(tempfile.mkdtemp(prefix="baftd-bench-", dir="/tmp"))
         self.shm = Path(tempfile.mkdtemp(prefix="baftd-bench-", dir="/dev/shm"))
         self.durable = Path(tempfile.mkdtemp(prefix="baftd-bench-", dir=durable))
         self._process: subprocess.Popen[bytes] | None = None
 
-    @property
-    def environ(self) -> dict[str, str]:
-        """For every process that belongs to it."""
+    @staticmethod
+    def plain_environ() -> dict[str, str]:
+        """For processes that know the project and no daemon."""
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BAFTD_")}
         ours = [str(ROOT / part) for part in ("", "clients", "adapters", "scripts/bench")]
         environ["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [environ.get("PYTHONPATH")])])
+        return environ
+
+    @property
+    def socket(self) -> Path:
+        """The daemon's control socket."""
+        return self.base / "run" / "baftd.sock"
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """For every process that belongs to it."""
+        environ = self.plain_environ()
         environ.update(
             BAFTD_RUN_DIR=str(self.base / "run"),
             BAFTD_STATE_DIR=str(self.base / "state"),
@@ -68,7 +82,7 @@ class Service:
         return self
 
     def _wait_ready(self, until: float) -> None:
-        socket = self.base / "run" / "baftd.sock"
+        socket = self.socket
         while True:
             try:
                 if socket.exists():

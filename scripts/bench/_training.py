@@ -19,13 +19,13 @@ from typing import Any
 from _report import Report, median, ratio
 from _service import Service
 
-__all__ = ["training"]
+__all__ = ["dlrover_segments", "training"]
 
 LIMIT = 1500.0
 """Seconds that one training process may take."""
 
 
-def _segments() -> set[Path]:
+def dlrover_segments() -> set[Path]:
     """Shared memory of dlrover's."""
     return set(Path("/dev/shm").glob("ckpt_shm_*"))
 
@@ -40,7 +40,7 @@ class _Trainer:
             [sys.executable, str(Path(__file__).with_name("_trainer.py")), json.dumps(spec)],
             env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
         )  # fmt: skip
-        self._segments = _segments()
+        self._segments = dlrover_segments()
 
     def lines(self) -> Iterator[dict[str, Any]]:
         """What it says, until it ends. RuntimeError with its stderr when it fails or takes too long."""
@@ -75,7 +75,7 @@ class _Trainer:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait(10)
-        for path in _segments() - self._segments:
+        for path in dlrover_segments() - self._segments:
             path.unlink(missing_ok=True)
         for stream in (self._process.stdin, self._process.stdout, self._log):
             if stream is not None:
