@@ -185,9 +185,8 @@ class Bench:
                 edges = [0.0, *(t for one in timeline.operations[rank] for t in (one.begin, one.end)), timeline.period]
                 predicted.append([float(edges[i + 1]) - float(edges[i]) for i in range(0, len(edges), 2)])
             found = gap_errors(predicted, measured_gaps(record.ranks, 3), least=float(times[1.0].forward) / 4)
-            self.report.note(
-                f"gaps, {kind}, {ranks} stages {uneven}: {len(found)} gaps, median error {statistics.median(found):.1f} %"
-            )
+            middle = statistics.median(found)
+            self.report.note(f"gaps, {kind}, {ranks} stages {uneven}: {len(found)} gaps, median error {middle:.1f} %")
             errors += found
         self.report.add(f"gap_error_{kind}_percent", median(errors), unit="%", goal=goal, better="lower",
                         how="gaps predicted from operation times at p=2 m=4, against measured")  # fmt: skip
