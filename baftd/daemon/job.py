@@ -60,6 +60,7 @@ from baftd.memory.journal import Journal
 from baftd.memory.manifest import NodeManifest
 from baftd.memory.processes import lock_holder
 from baftd.telemetry.counters import JOB_COUNTERS, Counters
+from baftd.telemetry.spans import Spans
 from baftd.wire.messages import (
     Cadence,
     Committed,
@@ -137,6 +138,7 @@ class JobOnNode:
         self.manifest = manifest
         self.log = context.log.bind(job=name)
         self.counters = Counters(JOB_COUNTERS)
+        self.spans = Spans()
         self.training = Training()
         self.pace = Pace()
         self.rendezvous = Rendezvous(

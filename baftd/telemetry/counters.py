@@ -24,6 +24,19 @@ JOB_COUNTERS: Mapping[str, str] = {
     "passed_over": "newer steps passed over by restore plans",
     "fenced": "processes of an older start that were told to write nothing any more",
     "lost_ranks": "training processes that ended without finish() or leave()",
+    "timings": "steps of ranks of this node of which timings came",
+    "timings_refused": "timings that could not be, answered with an error",
+    "events_lost": "events of steps for which a rank had no room",
+    "left_out": "steps without a snapshot because the interval is longer than a step",
+    "probes": "steps left without a snapshot to measure what snapshots cost",
+    "intervals_lengthened": "changes of the job's interval to more steps",
+    "intervals_shortened": "changes of the job's interval to fewer steps",
+    "copy_plans": "copy plans made for ranks of this node",
+    "overruns": "windows that closed before their share was copied",
+    "fence_waits": "steps of ranks whose fence waited for bytes that were not copied yet",
+    "bytes_in_windows": "bytes of snapshots copied inside windows",
+    "bytes_outside": "bytes of snapshots copied while no window was open",
+    "bytes_at_fence": "bytes of snapshots copied at the fence",
 }
 """Counters of one job on one node."""
 

@@ -41,6 +41,7 @@ _NEEDS_HELLO = (
     messages.Save,
     messages.Finish,
     messages.Leave,
+    messages.Timings,
 )
 
 
