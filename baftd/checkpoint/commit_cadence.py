@@ -23,8 +23,8 @@ CADENCE_SECONDS = 2.0
 """The same in seconds: storing the decision and telling it may take that long on a busy disk."""
 _MOST_MARGIN = 16384
 """Steps; where they take microseconds nobody waits for two seconds of them."""
-_KEPT = 2
-"""Cadences published together with the newest one."""
+_MOST_PENDING = 4
+"""Changes that are published and not yet in force; a further one waits until one of them is."""
 
 
 class CadenceAgreement:
@@ -35,10 +35,16 @@ class CadenceAgreement:
         self._first = every
         self.fixed = fixed
         self.cadence = Cadence(0, every)
-        self.by: CadenceProposal | None = None
-        """The proposal that decides; None: none has, it is what the coordinator was set to."""
+        self._by: CadenceProposal | None = None
+        self.waits = False
+        """Whether a change waits for others to come into force: `settle` again when ranks have gone on."""
         self._epoch = 0
         self._proposals: dict[str, tuple[str, CadenceProposal]] = {}
+
+    @property
+    def by(self) -> CadenceProposal | None:
+        """The proposal that decides; None: none has, the cadence is what the coordinator was set to."""
+        return None if self.fixed else self._by
 
     @property
     def proposals(self) -> Mapping[str, CadenceProposal]:
@@ -88,7 +94,7 @@ class CadenceAgreement:
             return (), False
         longest = max(proposals, key=lambda one: (one.every, one.node))
         probe = 0 if any(one.probe == 0 for one in proposals) else max(one.probe for one in proposals)
-        before, self.by = self.by, longest
+        before, self._by = self._by, longest
         records = self.change(longest.every, probe, passed, highest)
         return records, bool(records) or _said(before) != _said(longest)
 
@@ -97,11 +103,19 @@ class CadenceAgreement:
         if every < 1:
             raise UsageError(f"a cadence of {every} steps makes no sense; it must be at least 1.")
         now = self.cadence
+        self.waits = False
         if (every, probe) == (now.every, now.probe):
             return ()
-        begins = max(self._newest(passed, highest) + self._margin(), now.from_step)
-        earlier = now.earlier if now.from_step == begins else (*now.earlier, replace(now, earlier=()))
-        self.cadence = Cadence(begins, every, probe, earlier[-_KEPT:])
+        newest, margin = self._newest(passed, highest), self._margin()
+        published = (*now.earlier, replace(now, earlier=()))
+        if sum(one.from_step > newest for one in published) >= _MOST_PENDING:
+            self.waits = True
+            return ()
+        begins = max(newest + margin, now.from_step)
+        # What the slowest rank may still go by, and all that comes after it.
+        first = max((n for n, one in enumerate(published) if one.from_step <= (passed or 0) - margin), default=0)
+        earlier = [one for one in published[first:] if one.from_step < begins]
+        self.cadence = Cadence(begins, every, probe, tuple(earlier[-_MOST_PENDING - 2 :]))
         return (self.record(),)
 
     def _newest(self, passed: int | None, highest: int) -> int:
@@ -143,7 +157,7 @@ class CadenceAgreement:
         if int(record.get("epoch", self._epoch)) != self._epoch:
             self.cadence = replace(self.cadence, from_step=0, earlier=())
         by = record.get("by")
-        self.by = None if by is None else CadenceProposal(str(by[0]), int(by[1]), rank=int(by[2]), why=str(by[3]))
+        self._by = None if by is None else CadenceProposal(str(by[0]), int(by[1]), rank=int(by[2]), why=str(by[3]))
 
 
 def _said(proposal: CadenceProposal | None) -> tuple[str, int, int, str] | None:

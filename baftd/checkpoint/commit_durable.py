@@ -45,6 +45,7 @@ class DurableCommits(MemoryCommits):
             return self._answer(report, refusal[0], refusal[1])
         records = list(self.history.see_step(shard.step))
         announce: list[CoordinatorInstruction] = self._hear(shard.rank, report.passed, report.held, "it was not kept")
+        records += self._go_on(announce)
         if report.tier == "memory":
             verdict, detail = self._take_memory(report, records, announce)
             self._decide(now)

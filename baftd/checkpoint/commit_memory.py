@@ -69,6 +69,8 @@ class DurableWrite:
 class MemoryCommits:
     """State of one job's coordinator, and its decisions about memory. `JobCoordinator` adds the rest."""
 
+    agreement_class: type[CadenceAgreement] = CadenceAgreement
+
     def __init__(
         self, job: str, *, store: str, policy: Policy, history: History | None = None, now: float = 0.0
     ) -> None:
@@ -77,7 +79,7 @@ class MemoryCommits:
         self.policy = policy
         self.history = history or History()
         self.plan_generation = 0
-        self._cadences = CadenceAgreement(policy.interval, fixed=policy.interval_fixed)
+        self._cadences = self.agreement_class(policy.interval, fixed=policy.interval_fixed)
         self._finished_epoch = 0
         self._durable: CheckpointId | None = None
         self._pending: DurableWrite | None = None
@@ -226,6 +228,14 @@ class MemoryCommits:
             self._changed()
         return Ready(records, (Publish(self.view),) if changed else ())
 
+    def _go_on(self, announce: list[CoordinatorInstruction]) -> tuple[Record, ...]:
+        """Ranks have gone on: a change of the cadence that had to wait may be due."""
+        if not self._cadences.waits:
+            return ()
+        settled = self._settle_cadence()
+        announce += settled.announce
+        return settled.records
+
     def _newest_passed(self) -> int | None:
         """The newest step that any rank of this start has sealed or skipped; None: none has spoken."""
         return max((rank.passed for rank in self._ranks.values()), default=None)
@@ -253,8 +263,8 @@ class MemoryCommits:
         announce: list[CoordinatorInstruction] = []
         verdict, detail = refusal or (Verdict.DEAD, "")
         if refusal is None:
-            records = self.history.see_step(skipped.step)
             announce = self._hear(skipped.rank, skipped.passed, skipped.held, skipped.reason)
+            records = (*self.history.see_step(skipped.step), *self._go_on(announce))
         answer = Answer(
             skipped.node,
             skipped.incarnation,

@@ -18,6 +18,7 @@ import pytest
 from baftd.checkpoint.commit import Committed, Dead, Finished, Policy, Publish, Quarantined, Retain, WriteManifest
 from baftd.checkpoint.facts import (
     Answer,
+    CadenceProposal,
     EpochFacts,
     Held,
     Inventory,
@@ -460,6 +461,85 @@ def test_answers_are_the_node_s_own(stage: Stage) -> None:
         assert (answer.node, answer.incarnation, answer.rank, answer.step) == (NODE, LIFE, 0, 1)
         stranger = Report(stage.view.store, "node-z", LIFE, shard(token, 0, 2, 1), "memory", 2, (2,))
         assert (await coordinator.report("gpt", stranger)).verdict is Verdict.UNKNOWN
+        await coordinator.close()
+
+    run(story())
+
+
+def test_a_proposed_cadence_is_stored_before_it_is_published_and_gives_way_to_the_next(stage: Stage) -> None:
+    stage.policy = Policy(interval=1, interval_fixed=False)
+
+    async def story() -> None:
+        coordinator = await stage.open()
+        token = await begin(coordinator, "a" * 32, 1)
+        assert (await coordinator.view("gpt")).cadence.every == 1
+        await coordinator.report("gpt", report(stage, token, 0, 20, 1))
+        asked = CadenceProposal(NODE, 3, 64, rank=0, why="rank 0 has windows for a third of it")
+        view = await coordinator.propose("gpt", token, asked)
+        assert (view.cadence.every, view.cadence.probe) == (3, 64)
+        assert view.cadence.from_step > 20
+        assert view.cadence_by == asked
+        assert stage.view.cadence == view.cadence, "it is published, too"
+        heard = len(stage.heard)
+        assert await coordinator.propose("gpt", token, asked) == view
+        assert len(stage.heard) == heard, "the same again is no news"
+        with pytest.raises(Fenced):
+            await coordinator.propose("gpt", Token(1, "b" * 32), asked)
+        with pytest.raises(UsageError):
+            await coordinator.propose("gpt", token, CadenceProposal(NODE, 0))
+        # No close: the daemon is killed.
+        other = await stage.open()
+        kept = await other.view("gpt")
+        assert kept.cadence == view.cadence
+        assert kept.cadence_by is not None
+        assert kept.cadence_by.why == asked.why
+        await other.join("gpt", holding())
+        again = await other.propose("gpt", token, CadenceProposal(NODE, 2))
+        assert (again.cadence.every, again.cadence.probe) == (2, 0)
+        assert again.cadence.from_step >= view.cadence.from_step
+        await other.close()
+        await coordinator.close()
+
+    run(story())
+
+
+def test_a_fixed_interval_is_the_one_of_the_settings_whatever_was_agreed_before(stage: Stage) -> None:
+    stage.policy = Policy(interval=1, interval_fixed=False)
+
+    async def story() -> None:
+        coordinator = await stage.open()
+        token = await begin(coordinator, "a" * 32, 1)
+        await coordinator.propose("gpt", token, CadenceProposal(NODE, 3, 64))
+        await coordinator.close()
+        stage.policy = Policy(interval=5, interval_fixed=True)
+        fixed = await stage.open()
+        assert ((await fixed.view("gpt")).cadence.every, (await fixed.view("gpt")).cadence.probe) == (5, 0)
+        await fixed.join("gpt", holding())
+        assert (await fixed.propose("gpt", token, CadenceProposal(NODE, 9))).cadence.every == 5
+        await fixed.close()
+        stage.policy = Policy(interval=1, interval_fixed=False)
+        free = await stage.open()
+        assert (await free.view("gpt")).cadence.every == 5, "it stays until a node proposes another"
+        await free.close()
+
+    run(story())
+
+
+def test_durable_steps_are_taken_from_the_steps_that_the_cadence_leaves(stage: Stage) -> None:
+    """Every 4th step is to be durable and the job takes every 3rd: the next one that is committed is written."""
+    stage.policy = Policy(interval=3, durable=True, durable_steps=4)
+
+    async def story() -> None:
+        coordinator = await stage.open()
+        token = await begin(coordinator, "a" * 32, 1)
+        written = []
+        for step in range(3, 31, 3):
+            await coordinator.report("gpt", report(stage, token, 0, step, 1))
+            for due in stage.view.persist:
+                written.append(due)
+                await coordinator.report("gpt", report(stage, token, 0, due, 1, "durable"))
+                await coordinator.manifest_written("gpt", CheckpointId(token.epoch, due))
+        assert written == [6, 9, 12, 18, 21, 24, 30]
         await coordinator.close()
 
     run(story())

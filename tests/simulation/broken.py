@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from baftd.checkpoint.commit import JobCoordinator, Part
+from baftd.checkpoint.commit_cadence import CadenceAgreement
 from baftd.checkpoint.facts import Held, Inventory, JobView, Ready, Record, Report, RestoredRank, ShardFacts, Skipped
 from baftd.checkpoint.history import History
 from baftd.checkpoint.identity import CheckpointId, Token
@@ -23,6 +24,10 @@ __all__ = ["BROKEN", "Broken", "NoStore"]
 
 def _node(table: type[SlotTable]) -> type[NodeJob]:
     return type("Node", (NodeJob,), {"table_class": table})
+
+
+def _coordinator(agreement: type[CadenceAgreement]) -> type[JobCoordinator]:
+    return type("Coordinator", (JobCoordinator,), {"agreement_class": agreement})
 
 
 class FreeByCount(SlotTable):
@@ -294,6 +299,22 @@ class ManifestEarly(JobCoordinator):
         return Ready((*done.records, *early.records), (*done.announce, *early.announce))
 
 
+class AtOnce(CadenceAgreement):
+    """A changed cadence holds from the newest step seen, not from one that nobody has reached."""
+
+    def _margin(self) -> int:
+        return 0
+
+
+class NothingUntilThen(CadenceAgreement):
+    """What holds until a changed cadence begins is not told with it."""
+
+    def change(self, *args: Any) -> tuple[Record, ...]:
+        records = super().change(*args)
+        self.cadence = replace(self.cadence, earlier=())
+        return records
+
+
 class NoLineage(History):
     """Nothing is ever abandoned."""
 
@@ -384,6 +405,12 @@ BROKEN: Mapping[str, Broken] = {
     "a silent start at step 0": Broken(Rules(coordinator=SilentZero), "invariant 15", ("_machine", "_all")),
     "durable before the manifest is written": Broken(Rules(coordinator=ManifestEarly), "invariant 4"),
     "reports are not repeated": Broken(Rules(node=ForgetfulNode), _STUCK, ("loss",)),
+    "a changed cadence holds at once": Broken(
+        Rules(coordinator=_coordinator(AtOnce)), "ranks disagree", ("_cadence",)
+    ),
+    "a changed cadence comes without what holds until then": Broken(
+        Rules(coordinator=_coordinator(NothingUntilThen)), "ranks disagree", ("_cadence",)
+    ),
     "a wiped coordinator learns nothing": Broken(
         Rules(node=NoRejoin), "invariant 15|the history ends|" + _STUCK, ("_wipe",)
     ),

@@ -11,6 +11,7 @@ from baftd.checkpoint import commit, orders
 from baftd.checkpoint.commit import CoordinatorInstruction, JobCoordinator, Policy
 from baftd.checkpoint.facts import (
     Answer,
+    CadenceProposal,
     EpochFacts,
     Inventory,
     JobView,
@@ -155,6 +156,8 @@ class SimCoordinator:
         core = self.core
         if core is None:
             return
+        if method == "propose" and args[0] != core.token:
+            return  # it would raise `Fenced`
         if method in ("join", "report", "skip", "restored", "manifest_written", "durable_failed", "tick"):
             args = (*args, self.cluster.sched.now)
         self.execute(getattr(core, method)(*args))
@@ -211,6 +214,7 @@ class SimNode:
         self.core: NodeJob | None = None
         self.life = 0
         self.fetching: dict[int, tuple[int, int]] = {}
+        self.proposal: tuple[Token, CadenceProposal] | None = None
 
     @property
     def name(self) -> str:
@@ -235,6 +239,7 @@ class SimNode:
             cluster.sched.trace(self.name, "NODE CRASH")
         machine.up = False
         self.core = None
+        self.proposal = None
         self.life += 1
         machine.slots.clear()
         machine.journal.clear()
@@ -251,6 +256,7 @@ class SimNode:
         if self.cluster.sched.tracing:
             self.cluster.sched.trace(self.name, "DAEMON CRASH")
         self.core = None
+        self.proposal = None
         self.life += 1
         for key in [key for key in self.cluster.oracle.reading if key[0] == self.name]:
             del self.cluster.oracle.reading[key]
@@ -295,7 +301,21 @@ class SimNode:
             return
         self.execute(self.core.resend())
         self.tell("poll", self.name, self.machine.incarnation)
+        self._say_proposal()
         self.cluster.sched.at(0.7, self._timer, life)
+
+    def propose(self, every: int, probe: int) -> None:
+        """The planning loop of this node finds that its ranks need this cadence."""
+        core = self.core
+        if core is None or core.token is None:
+            return
+        newest = max((step for (token, _), step in core._passed.items() if token == core.token), default=0)
+        self.proposal = core.token, CadenceProposal(self.name, every, probe, step=newest, why=f"{every} steps")
+        self._say_proposal()
+
+    def _say_proposal(self) -> None:
+        if self.proposal is not None and self.core is not None and self.core.token == self.proposal[0]:
+            self.tell("propose", self.proposal[0], self.machine.incarnation, self.proposal[1])
 
     def tell(self, method: str, *args: Any) -> None:
         """Send a message to the coordinator."""

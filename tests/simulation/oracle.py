@@ -51,6 +51,9 @@ class Oracle:
         self.durable_obligation: tuple[Token, CheckpointId] | None = None
         self.grants: dict[tuple[str, int, int], tuple[int, Writer]] = {}
         self.reading: dict[tuple[str, int, int], int] = {}
+        self.calm_from = float("inf")
+        """Since when every word arrives, and every node has heard what was said before."""
+        self.decided: dict[tuple[Token, int], tuple[int, bool]] = {}
         self.commits = 0
         self.durable_commits = 0
 
@@ -64,6 +67,15 @@ class Oracle:
     def saved(self, shard: ShardFacts) -> None:
         """A rank has sealed its shard."""
         self.plans.setdefault((shard.token, shard.step), set()).add(shard.plan)
+
+    def decides(self, token: Token, step: int, rank: int, due: bool, now: float) -> None:
+        """A rank comes to a boundary and takes a snapshot, or leaves the step out: in peace all do the same."""
+        if now < self.calm_from:
+            return
+        first, said = self.decided.setdefault((token, step), (rank, due))
+        if said != due:
+            took, left = (first, rank) if said else (rank, first)
+            raise Violation(f"ranks disagree: rank {took} takes step {step} and rank {left} leaves it out")
 
     def opened(self, facts: EpochFacts, origin: Token | None) -> None:
         """An epoch (or another parent for it) has become durable at the coordinator."""

@@ -25,6 +25,8 @@ class Outcome:
     runs: int
     rollbacks: int
     reshards: int = 0
+    changes: int = 0
+    """Of the cadence."""
     violation: str = ""
     trace: list[str] = field(default_factory=list)
 
@@ -46,7 +48,10 @@ def simulate(
     count, per = rng.choice([(1, 2), (2, 1), (2, 1), (2, 2), (3, 1)])
     world = count * per
     durable_on = rng.random() < 0.6
+    # Of its own, as `plans` below: what is drawn for it changes nothing else.
+    words = random.Random(f"{seed} cadence")
     policy = Policy(
+        interval_fixed=words.random() < 0.3,
         interval=1 if rng.random() < 0.8 else 2,
         durable=durable_on,
         durable_steps=rng.choice([2, 3, 5]) if durable_on else None,
@@ -64,7 +69,6 @@ def simulate(
         cluster.weather.faults = tuple(8 if kind in stress else 1 for kind in _Faults.kinds)
         sched.loss = 0.35 if "loss" in stress else sched.loss
         cluster.weather.reshards = 0.8 if "reshard" in stress else cluster.weather.reshards
-    # Of its own: what is drawn for it changes nothing else.
     plans = random.Random(f"{seed} plans")
     cluster.weather.divisions = 0.4 if "plans" in stress else plans.choice([0.0, 0.0, 0.1, 0.4])
     cluster.plans = plans
@@ -77,13 +81,14 @@ def simulate(
     try:
         launcher.tick()
         _coordinator_timer(cluster)
-        faults = _Faults(cluster, launcher)
+        faults = _Faults(cluster, launcher, words)
         for _ in range(rng.randint(6, 10) if stress else rng.randint(1, 8)):
             sched.at(rng.uniform(0.5, trouble), faults.strike)
         if rng.random() < 0.25:
             faults.three_crashes(rng.uniform(2.0, trouble / 2))
         sched.run(trouble, oracle.check)
         faults.heal()
+        faults.change_the_cadence()
         _must_commit(cluster)
         _must_be_tidy(cluster, launcher)
     except Violation as violation:
@@ -92,6 +97,7 @@ def simulate(
             sched.trace("VIOLATION", str(violation))
     outcome.events, outcome.commits = sched.events, oracle.commits
     outcome.runs, outcome.rollbacks, outcome.reshards = launcher.runs, launcher.rollbacks, launcher.reshards
+    outcome.changes = sum(record["k"] == "cadence" for record in cluster.coordinator.journal)
     outcome.trace = sched.lines
     return outcome
 
@@ -127,9 +133,11 @@ class _Faults:
 
     kinds = ("_rank", "_daemon", "_machine", "_coordinator", "_wipe", "_flip", "_cadence", "_both", "_all", "_start")
 
-    def __init__(self, cluster: Cluster, launcher: Launcher) -> None:
+    def __init__(self, cluster: Cluster, launcher: Launcher, words: random.Random) -> None:
+        """`words` draws what nodes propose."""
         self.cluster = cluster
         self.launcher = launcher
+        self.words = words
 
     def strike(self) -> None:
         """Something happens, at random."""
@@ -230,9 +238,23 @@ class _Faults:
                 entry.shards[rank] = (entry.shards[rank][0], (-1, rng.getrandbits(20)))
 
     def _cadence(self) -> None:
+        """The operator has set another interval, or a node finds that its ranks need one."""
         core = self.cluster.coordinator.core
-        if core is not None and core.token is not None:
+        if not self.cluster.policy.interval_fixed:
+            self._propose()
+        elif core is not None and core.token is not None:
             self.cluster.coordinator.execute(core.set_cadence(self.cluster.sched.rng.choice([1, 2, 3])))
+
+    def _propose(self) -> None:
+        node = self.words.choice(sorted(self.cluster.nodes))
+        self.cluster.nodes[node].propose(self.words.choice([1, 1, 2, 3]), self.words.choice([0, 0, 3, 6]))
+
+    def change_the_cadence(self) -> None:
+        """In peace nodes change their minds, and all ranks agree about every step all the same."""
+        self.cluster.oracle.calm_from = self.cluster.sched.now + 2.0  # what was lost before is heard of by then
+        if not self.cluster.policy.interval_fixed:
+            for _ in range(self.words.randint(1, 4)):
+                self.cluster.sched.at(self.words.uniform(0.0, 4.0), self._propose)
 
     def heal(self) -> None:
         """From now on nothing fails: what is down comes up, stale processes die."""

@@ -30,6 +30,7 @@ def test_runs_are_eventful() -> None:
     assert sum(o.runs for o in outcomes) > 250
     assert sum(o.rollbacks for o in outcomes) > 8
     assert sum(o.reshards for o in outcomes) > 20
+    assert sum(o.changes for o in outcomes) > 100
 
 
 def test_a_seed_replays_in_another_process() -> None:

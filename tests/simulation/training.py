@@ -33,7 +33,8 @@ class Process:
         self.grants: deque[tuple[int, int]] = deque()
         self.used: dict[int, int] = {}
         self.unanswered: list[tuple[int, str, tuple[Any, ...], dict[str, Any]]] = []
-        self.cadences: list[Cadence] = []
+        self.cadence: Cadence | None = None
+        self.reached = 0
         self.filling: tuple[int, int, int] | None = None
         self.layout = run.layout
         self.division = run.division
@@ -93,12 +94,17 @@ class Process:
             if order.tier == "memory":
                 self.unanswered = [kept for kept in self.unanswered if kept[0] > order.step]
         elif isinstance(order, orders.TellCadence):
-            if order.cadence not in self.cadences:
-                self.cadences.append(order.cadence)
+            self._take_cadence(order.cadence)
         elif isinstance(order, orders.FenceWriter):
             self.fenced = True
             if self.cluster.sched.chance(0.7):
                 self.cluster.sched.at(self.cluster.sched.rng.uniform(0.0, 2.0), self.vanish)
+
+    def _take_cadence(self, cadence: Cadence) -> None:
+        known, self.cadence = self.cadence, cadence
+        missed = cadence.missed(known, self.reached) if known is not None else None
+        if missed is not None:
+            self.say(missed, "skip", self.rank, self.writer, self.token, missed, "heard of the cadence too late")
 
     def vanish(self) -> None:
         """The process dies; the kernel tells the daemon."""
@@ -117,8 +123,10 @@ class Process:
         sched = self.cluster.sched
         if not self.alive:
             return
-        due = [c for c in self.cadences if c.from_step <= step]
-        if due and not due[-1].due(step):
+        self.reached = step
+        due = self.cadence is None or self.cadence.due(step)
+        self.cluster.oracle.decides(self.token, step, self.rank, due, sched.now)
+        if not due:
             self.run.passed(self, step)
             return
         if sched.chance(self.cluster.weather.new_layouts):
