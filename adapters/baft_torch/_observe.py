@@ -11,7 +11,7 @@ waits for one waits for another rank. `register_custom_function` of torch is of 
 and knows no waits.
 
 Times are those of the calling thread. On a device whose operations are launched and not awaited they are the times of
-the launches.
+the launches; a window that is opened there is anchored to the operation launched last (`Windows.enter`).
 """
 
 from __future__ import annotations
@@ -64,14 +64,12 @@ class PipelineObserver:
         windows: Windows,
         *,
         waits: Waits | None = None,
-        launched: bool = False,
         say: Callable[[str], None] | None = None,
     ) -> None:
         """Observe from now on.
 
         schedule: of torch.distributed.pipelining, or of its shape (`step`, `_stage` or `_stages`).
         waits: is told when a step of the schedule begins and ends, and leaves the pipeline's own waits alone.
-        launched: operations are launched on a device and the host does not wait: windows are anchored to them.
         say: told once, in a sentence, where waits cannot be seen.
         """
         self.recorder, self.windows = recorder, windows
@@ -79,7 +77,7 @@ class PipelineObserver:
         """Waits cannot be seen: gaps between operations stand for them."""
         self.trained = True
         """The step under way has backward passes."""
-        self._waits, self._say, self._launched = waits, say, launched
+        self._waits, self._say = waits, say
         self._awaits = False
         """Has other ranks to wait for, and no wait has been seen yet."""
         self._forward: tuple[int, int, int, int] | None = None
@@ -88,8 +86,12 @@ class PipelineObserver:
         """When the last operation ended, in a step that is observed plainly; 0: not between operations."""
         self._patches: list[_Patch] = []
         stages = stages_of(schedule)
-        with _patching:
-            self._install(schedule, stages)
+        try:
+            with _patching:
+                self._install(schedule, stages)
+        except BaseException:
+            self.detach()
+            raise
         if any(getattr(stage, "group_size", 1) > 1 for stage in stages):
             self._awaits = True
             windows.register("pipeline")
@@ -104,7 +106,6 @@ class PipelineObserver:
             session.recorder,
             session.windows,
             waits=waits,
-            launched=session.device is not None,
             say=lambda sentence: log.warning("plain_observation", note=sentence),
         )
 
@@ -113,6 +114,7 @@ class PipelineObserver:
         with _patching:
             while self._patches:
                 self._patches.pop().give_back(self)
+        self.windows.unregister("pipeline")
 
     def _install(self, schedule: Any, stages: list[Any]) -> None:
         whole = callable(getattr(schedule, LOSS, None))
@@ -197,15 +199,11 @@ class PipelineObserver:
             self._flush()
         if self._waits is not None:
             self._waits.covered = True
-        if self._launched:
-            self.windows.anchor(kind)
-        else:
-            self.windows.enter(kind)
+        self.windows.enter(kind)
 
     def wait_ended(self, kind: EventKind, begin: int, end: int) -> None:
         """Close it."""
-        if not self._launched:
-            self.windows.leave()
+        self.windows.leave()
         if self._waits is not None:
             self._waits.covered = False
         self.recorder.add(kind, -1, -1, begin, end)
