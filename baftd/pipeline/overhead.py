@@ -3,7 +3,8 @@
 Of three steps in a row, the outer ones alike (both with copying, or both without) and the middle one the other way, the
 pair is the logarithm of seconds with over seconds without, the outer two by their geometric mean: a drift of the step
 time that is even over three steps cancels. Pairs come from probes (a snapshot left out at random) where every step is
-snapshot, and from every snapshot where the interval is longer.
+snapshot, and from every snapshot where the interval is longer. No step is part of two pairs, so that they are
+independent and the error is not taken for too small.
 
 The estimate is the median of the pairs, its standard error 1.2533 * s / sqrt(n) (the median of normal samples), with s
 from the median absolute deviation. Dropped is a pair whose outer steps differ from one another by more than five times
@@ -13,14 +14,25 @@ step, so it favours neither answer.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import expm1, isfinite, log, sqrt
+from statistics import median
 
-__all__ = ["Estimate", "OverheadEstimator"]
+__all__ = ["FEWEST", "Estimate", "OverheadEstimator", "median_and_error"]
+
+FEWEST = 5
+"""Pairs from which there is an estimate."""
+_USUAL = 5.0
+"""Times the usual difference of outer steps from which a pair is dropped."""
+_ALWAYS_USUAL = 0.05
+"""A relative difference that never drops a pair."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Slow-down of a step by a snapshot: seconds with / seconds without - 1, and its standard error."""
+    """Slow-down by a snapshot: seconds with / seconds without - 1, and its standard error."""
 
     value: float
     error: float
@@ -28,16 +40,71 @@ class Estimate:
     dropped: int
 
 
+def median_and_error(samples: Sequence[float]) -> tuple[float, float]:
+    """The median, and its standard error: 1.2533 * s / sqrt(n), s = 1.4826 * n / (n - 0.8) * median |x - median|.
+
+    The factor for few samples is that of Croux and Rousseeuw (1992). ValueError for less than two samples."""
+    count = len(samples)
+    if count < 2:
+        raise ValueError(f"{count} samples have no standard error")
+    middle = median(samples)
+    spread = 1.4826 * count / (count - 0.8) * median(abs(one - middle) for one in samples)
+    return middle, 1.2533 * spread / sqrt(count)
+
+
 class OverheadEstimator:
     """Takes steps in their order; remembers the newest `pairs` pairs."""
 
     def __init__(self, pairs: int = 512) -> None:
-        raise NotImplementedError
+        self._pairs: deque[float] = deque(maxlen=pairs)
+        self._differences: deque[float] = deque(maxlen=64)
+        self._recent: list[tuple[int, float, bool]] = []
+        self._dropped = 0
+        self._estimate: Estimate | None = None
 
     def add(self, step: int, seconds: float, copied: bool) -> None:
         """One step of the job. A step that does not follow the last one begins anew; seconds <= 0 are no step."""
-        raise NotImplementedError
+        recent = self._recent
+        if recent and step != recent[-1][0] + 1:
+            recent.clear()
+        if not (seconds > 0 and isfinite(seconds)):
+            recent.clear()
+            return
+        recent.append((step, log(seconds), copied))
+        if len(recent) < 3:
+            return
+        (_, first, outer), (_, middle, inner), (_, last, like) = recent
+        if outer != like or inner == outer:
+            del recent[0]
+            return
+        recent.clear()
+        difference = abs(first - last)
+        usual = max(_ALWAYS_USUAL, _USUAL * median(self._differences)) if self._differences else _ALWAYS_USUAL * 4
+        self._differences.append(difference)
+        if difference > usual:
+            self._dropped += 1
+            return
+        outside = (first + last) / 2
+        self._pairs.append(middle - outside if inner else outside - middle)
+        self._estimate = None
 
     def estimate(self) -> Estimate | None:
-        """None with fewer than 5 pairs."""
-        raise NotImplementedError
+        """None with fewer than `FEWEST` pairs."""
+        count = len(self._pairs)
+        if count < FEWEST:
+            return None
+        if self._estimate is None or self._estimate.dropped != self._dropped:
+            middle, error = median_and_error(self._pairs)
+            self._estimate = Estimate(expm1(middle), error * (1 + expm1(middle)), count, self._dropped)
+        return self._estimate
+
+    @property
+    def pairs(self) -> int:
+        """Pairs that the estimate stands on."""
+        return len(self._pairs)
+
+    def forget(self) -> None:
+        """Begin anew: what is copied, and when, has changed."""
+        self._pairs.clear()
+        self._recent.clear()
+        self._estimate = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from baftd.errors import FormatError
@@ -137,9 +138,7 @@ def _windows(
     begins = [one.begin for one in operations]
     kinds = gap_kinds([one.operation for one in operations])
     numbers = [number for _, _, _, number in granted]
-    rising = all(0 <= a < b < MOST for a, b in zip(numbers, numbers[1:], strict=False)) and (
-        not numbers or 0 <= numbers[0] < MOST
-    )
+    rising = all(0 <= one < MOST for one in numbers) and all(a < b for a, b in pairwise(numbers))
     found = []
     bad = 0
     at = 0.0
@@ -150,8 +149,8 @@ def _windows(
         at = end
         following = bisect_left(begins, begin)
         before = operations[following].operation if following < len(operations) else None
-        found.append(Window(number if rising else place, waited, begin, end,
-                            _gap(waited, kinds[following] if before is not None else None, bool(operations)), before))  # fmt: skip
+        gap = _gap(waited, kinds[following] if before is not None else None, bool(operations))
+        found.append(Window(number if rising else place, waited, begin, end, gap, before))
     return tuple(found), bad
 
 
