@@ -39,10 +39,15 @@ class Division:
     nbytes: tuple[int, ...]
 
 
-def divide_declared(declared: Mapping[int, Sequence[TensorEntry]], uncut: Mapping[int, Collection[int]]) -> Division:
+def divide_declared(
+    declared: Mapping[int, Sequence[TensorEntry]],
+    uncut: Mapping[int, Collection[int]],
+    capacity: Mapping[int, int] | None = None,
+) -> Division:
     """Divide what the ranks of a job have declared.
 
-    declared: by rank, of all ranks. uncut: places of entries that cannot be cut (they lie on a device).
+    declared: by rank, of all ranks. uncut: places of entries that cannot be cut (they lie on a device). capacity: bytes
+    that each rank can copy in its windows in a step; None: all are equal.
     Raises LayoutError where ranks disagree about a tensor, or hold ranges of it that do not fit together.
     """
     layout = Layout.of_entries(declared, world=len(declared))
@@ -73,7 +78,7 @@ def divide_declared(declared: Mapping[int, Sequence[TensorEntry]], uncut: Mappin
     for (rank, number, _), place in places.items():
         if number in kept:
             alone[rank].append(place)
-    plan = CommitPlan.of(divide(layout, whole=whole, kept=kept))
+    plan = CommitPlan.of(divide(layout, capacity, whole=whole, kept=kept))
     cuts: list[tuple[Cut, ...]] = []
     for rank in sorted(declared):
         found = [Cut(place, None) for place in alone[rank]]

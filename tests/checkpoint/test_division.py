@@ -137,3 +137,14 @@ def test_only_runs_can_be_cut() -> None:
             cut_entry(held, ranges)
     with pytest.raises(UsageError, match="cannot be cut"):
         cut_entry(own("x", (4,)), ((0, 2),))
+
+
+def test_a_rank_that_can_copy_more_saves_more() -> None:
+    declared = {rank: [entry(f"w{n}", (300, 100)) for n in range(4)] for rank in range(3)}
+    even = divide_declared(declared, {})
+    assert max(even.nbytes) - min(even.nbytes) <= max(even.nbytes) // 32
+    uneven = divide_declared(declared, {}, {0: 3_000, 1: 1_000, 2: 0})
+    assert uneven.nbytes[2] == 0
+    assert uneven.nbytes[0] == pytest.approx(3 * uneven.nbytes[1], rel=0.05)
+    assert sum(uneven.nbytes) == sum(even.nbytes)
+    assert uneven.plan != even.plan
