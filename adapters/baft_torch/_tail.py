@@ -30,7 +30,7 @@ class BackwardEnd:
     runs it. Both must not raise."""
 
     def __init__(self, params: Iterable[torch.Tensor], begins: Callable[[], None], ended: Callable[[], None]) -> None:
-        self._params = [each for each in params if each.requires_grad and each.is_leaf]
+        self._params = [each for each in params if each.is_leaf]
         self._begins, self._ended = begins, ended
         self._hooks: dict[int, _Hook] = {}
         self._first: dict[int, torch.Tensor] = {}
@@ -74,7 +74,7 @@ class BackwardEnd:
         self._learning, self._idle = True, 0
         self._first.clear()
         register: Any = torch.Tensor.register_post_accumulate_grad_hook
-        self._hooks = {id(each): register(each, self._gradient) for each in self._params}
+        self._hooks = {id(each): register(each, self._gradient) for each in self._params if each.requires_grad}
 
     def _keep_first(self) -> None:
         self._learning = False

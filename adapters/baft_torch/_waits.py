@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Waits"]
 
-_SEND, _RECEIVES = 12, (13, 14)
-"""OpType of c10d, which Python sees as a number: SEND; RECV and RECVANYSOURCE."""
+_COLLECTIVE = EventKind.WAIT_COLLECTIVE
+_KINDS = {12: EventKind.WAIT_SEND, 13: EventKind.WAIT_RECV, 14: EventKind.WAIT_RECV}
+"""By OpType of c10d, which Python sees as a number: SEND; RECV and RECVANYSOURCE."""
 
 _attached: tuple[Waits, ...] = ()
 """Every attached training of this process."""
@@ -180,9 +181,12 @@ def _detach(waits: Waits) -> None:
             _undo.pop()()
 
 
-def _mine() -> list[Waits]:
-    """Whose training thread this is."""
-    return [each for each in _attached if not each.covered and each.trains()]
+def _mine() -> tuple[Waits, ...]:
+    """Whose training thread this is, and who does not stand in a wait already."""
+    if len(_attached) == 1:
+        only = _attached[0]
+        return () if only.covered or not only.trains() else _attached
+    return tuple(each for each in _attached if not each.covered and each.trains())
 
 
 def _wrap_work() -> Callable[[], None]:
@@ -195,7 +199,14 @@ def _wrap_work() -> Callable[[], None]:
         mine = _mine()
         if not mine:
             return original(work, *args, **kwargs)
-        return _waited(mine, _kind(work, kind_of), original, work, *args, **kwargs)
+        kind = _kind(work, kind_of)
+        began = _begin(mine, kind)
+        try:
+            # Called here and not in a helper: a work written in Python without a wait() of its own comes through this
+            # function once more, and is told from an endless recursion by the name and first argument of the caller.
+            return original(work, *args, **kwargs)
+        finally:
+            _end(mine, kind, began)
 
     original = _distributed_c10d.Work.wait
     return _replace(_distributed_c10d.Work, "wait", wait)
@@ -214,7 +225,13 @@ def _wrap_functional() -> Callable[[], None]:
         if torch.compiler.is_compiling():
             return original(tensor)
         mine = _mine()
-        return _waited(mine, EventKind.WAIT_COLLECTIVE, original, tensor) if mine else original(tensor)
+        if not mine:
+            return original(tensor)
+        began = _begin(mine, _COLLECTIVE)
+        try:
+            return original(tensor)
+        finally:
+            _end(mine, _COLLECTIVE, began)
 
     wait_tensor.__wrapped__ = original  # type: ignore[attr-defined]
     return _replace(functional, "wait_tensor", wait_tensor)
@@ -235,20 +252,24 @@ def _replace(owner: Any, name: str, wrapped: Callable[..., Any]) -> Callable[[],
 
 def _kind(work: Any, kind_of: Callable[[Any], int] | None) -> EventKind:
     """What a work waits for. A work that was written in Python may not know."""
+    if kind_of is None:
+        return _COLLECTIVE
     try:
-        number = kind_of(work) if kind_of is not None else -1
+        return _KINDS.get(kind_of(work), _COLLECTIVE)
     except Exception:  # noqa: BLE001  a subclass whose base was never initialised; only the event's name depends on it
-        return EventKind.WAIT_COLLECTIVE
-    if number in _RECEIVES:
-        return EventKind.WAIT_RECV
-    return EventKind.WAIT_SEND if number == _SEND else EventKind.WAIT_COLLECTIVE
+        return _COLLECTIVE
 
 
-def _waited(mine: list[Waits], kind: EventKind, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Wait, with windows of these trainings open."""
-    began = [each.begin(kind) for each in mine]
-    try:
-        return wait(*args, **kwargs)
-    finally:
-        for each, when in zip(mine, began, strict=True):
-            each.end(kind, when)
+def _begin(mine: tuple[Waits, ...], kind: EventKind) -> int:
+    """The thread of these trainings is about to wait. A wait within (of a tensor that wraps another) is the same."""
+    began = 0
+    for each in mine:
+        each.covered = True
+        began = each.begin(kind)
+    return began
+
+
+def _end(mine: tuple[Waits, ...], kind: EventKind, began: int) -> None:
+    for each in mine:
+        each.end(kind, began)
+        each.covered = False
