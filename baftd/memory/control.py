@@ -31,7 +31,12 @@ class Gate(enum.IntEnum):
 
     CLOSED = 0
     OPEN = 1
+    """All the time from boundary to fence, at `pace`: no windows are known."""
     FLUSH = 2
+    WINDOW = 3
+    """A window: at most `budget` bytes."""
+    OUTSIDE = 4
+    """Between windows, at `outside_pace`."""
 
 
 @dataclass(frozen=True)
@@ -60,16 +65,22 @@ FIELDS: dict[str, Field] = {
     "held_total_ns": Field(0x0A0, 8, "the same, sum since the client took the page"),
     # gate: written by whoever opens and closes windows; a futex
     "gate": Field(0x0C0, 4, "Gate in the low four bits, a count of changes above"),
-    # windows: written with the gate; 0x118-0x13F stay free for byte budgets
-    "pace": Field(0x100, 8, "bytes a second while the gate is open, 0: unlimited"),
-    "window_opened": Field(0x108, 8, "times the gate was opened"),
-    "window_closed": Field(0x110, 8, "times it was closed"),
+    # windows: written with the gate; the engine goes by its own copy of window and budget
+    "pace": Field(0x100, 8, "bytes a second while the gate is OPEN, 0: unlimited"),
+    "window_opened": Field(0x108, 8, "times the gate went to OPEN or WINDOW"),
+    "window_closed": Field(0x110, 8, "times it went back"),
+    "window": Field(0x118, 8, "number of the open window since the copy was armed, plus 1; 0: none is open"),
+    "budget": Field(0x120, 8, "most bytes in the newest window; 2**64 - 1: no limit"),
+    "outside_pace": Field(0x128, 8, "bytes a second while the gate is OUTSIDE"),
     # engine: written by the copying threads
     "bytes_copied": Field(0x140, 8, "of the armed copy, in the slot and visible"),
     "bytes_total": Field(0x148, 8, "of the armed copy"),
     "chunks_done": Field(0x150, 8, "digest chunks finished"),
     "copies": Field(0x158, 8, "copies armed since the engine began"),
     "engine": Field(0x160, 4, "EngineState of baft_client.engine"),
+    "bytes_inside": Field(0x168, 8, "of the newest copy, copied in windows"),
+    "bytes_outside": Field(0x170, 8, "of the newest copy, copied outside of them; the rest: at the fence"),
+    "spent": Field(0x178, 8, "bytes copied in the newest window that had a budget and was seen by the engine"),
     # tests only: read by an engine that was built with EngineHooks(hold=True)
     "hold_at": Field(0x180, 8, "chunk before which such an engine stops"),
 }

@@ -166,12 +166,66 @@ static PyObject *Engine_start(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-static PyObject *Engine_gate(PyObject *self, PyObject *args) {
-    int mode;
-    if (!PyArg_ParseTuple(args, "i:gate", &mode)) return NULL;
-    if (mode != BAFT_CLOSED && mode != BAFT_OPEN) return PyErr_Format(PyExc_ValueError, "gate mode %d", mode);
-    baft_engine_gate(ENGINE(self), (uint32_t)mode);
+static PyObject *Engine_open(PyObject *self, PyObject *args) {
+    (void)args;
+    baft_engine_open(ENGINE(self));
     Py_RETURN_NONE;
+}
+
+/* Windows are opened and closed beside every wait of a step: no tuple of arguments is built for them. */
+static bool one_number(PyObject *const *args, Py_ssize_t count, unsigned long long *value) {
+    if (count != 1) {
+        PyErr_SetString(PyExc_TypeError, "one number is needed");
+        return false;
+    }
+    *value = PyLong_AsUnsignedLongLong(args[0]);
+    return *value != (unsigned long long)-1 || !PyErr_Occurred();
+}
+
+static PyObject *Engine_window(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    unsigned long long budget;
+    if (!one_number(args, count, &budget)) return NULL;
+    baft_engine_window(ENGINE(self), budget);
+    Py_RETURN_NONE;
+}
+
+static PyObject *Engine_close(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    unsigned long long outside;
+    if (!one_number(args, count, &outside)) return NULL;
+    baft_engine_close(ENGINE(self), outside);
+    Py_RETURN_NONE;
+}
+
+/* timed(address of uint64[3 * count], count) */
+static PyObject *Engine_timed(PyObject *self, PyObject *args) {
+    unsigned long long address;
+    Py_ssize_t count;
+    if (!PyArg_ParseTuple(args, "Kn:timed", &address, &count)) return NULL;
+    if (!baft_engine_timed(ENGINE(self), (const uint64_t *)(uintptr_t)address, (size_t)count)) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *Engine_spans(PyObject *self, PyObject *args) {
+    (void)args;
+    baft_span *spans = malloc(BAFT_SPANS_ROOM * sizeof *spans);
+    if (!spans) return PyErr_NoMemory();
+    size_t n = baft_engine_spans(ENGINE(self), spans);
+    PyObject *result = PyBytes_FromStringAndSize((const char *)spans, (Py_ssize_t)(n * sizeof *spans));
+    free(spans);
+    return result;
+}
+
+static PyObject *Engine_copied(PyObject *self, PyObject *args) {
+    uint64_t bytes[BAFT_KINDS];
+    (void)args;
+    baft_engine_copied(ENGINE(self), bytes);
+    return Py_BuildValue("KKK", (unsigned long long)bytes[BAFT_INSIDE], (unsigned long long)bytes[BAFT_OUTSIDE],
+                         (unsigned long long)bytes[BAFT_FENCE]);
+}
+
+static PyObject *Engine_lost(PyObject *self, void *closure) {
+    (void)closure;
+    return PyLong_FromUnsignedLongLong(baft_engine_spans_lost(ENGINE(self)));
 }
 
 static PyObject *Engine_pace(PyObject *self, PyObject *args) {
@@ -188,7 +242,7 @@ static PyObject *Engine_flush(PyObject *self, PyObject *args) {
     baft_engine *engine = ENGINE(self);
     if (baft_engine_state(engine) == BAFT_ABSENT) Py_RETURN_FALSE;
     if (!baft_engine_left(engine)) { /* the usual case, and it costs no hand-over of the GIL */
-        baft_engine_gate(engine, BAFT_CLOSED);
+        baft_engine_rest(engine);
         Py_RETURN_TRUE;
     }
     bool done;
@@ -243,7 +297,12 @@ static PyObject *Engine_busy(PyObject *self, void *closure) {
 
 static PyMethodDef engine_methods[] = {
     {"start", Engine_start, METH_VARARGS, "start(destination, capacity, table)"},
-    {"gate", Engine_gate, METH_VARARGS, "gate(0 closed | 1 open)"},
+    {"open", Engine_open, METH_NOARGS, "open the gate for all the time"},
+    {"window", (PyCFunction)(void (*)(void))Engine_window, METH_FASTCALL, "window(most bytes): begin one"},
+    {"close", (PyCFunction)(void (*)(void))Engine_close, METH_FASTCALL, "close(bytes a second until the next, or 0)"},
+    {"timed", Engine_timed, METH_VARARGS, "timed(address of (begin, end, bytes) as uint64, count)"},
+    {"spans", Engine_spans, METH_NOARGS, "records of copying since the last call"},
+    {"copied", Engine_copied, METH_NOARGS, "bytes (inside, outside, at the fence) of the newest copy"},
     {"pace", Engine_pace, METH_VARARGS, "pace(bytes a second, 0: full speed)"},
     {"flush", Engine_flush, METH_VARARGS, "flush(seconds, help) -> everything is copied"},
     {"cancel", Engine_cancel, METH_NOARGS, "give the copy up"},
@@ -255,6 +314,7 @@ static PyGetSetDef engine_values[] = {
     {"state", Engine_state, NULL, "number of EngineState", NULL},
     {"progress", Engine_progress, NULL, "bytes in the slot", NULL},
     {"busy", Engine_busy, NULL, "a thread is inside a block", NULL},
+    {"spans_lost", Engine_lost, NULL, "spans without room", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 static PyType_Slot engine_slots[] = {
@@ -409,12 +469,14 @@ PyMODINIT_FUNC PyInit__engine(void) {
     PyObject *states = Py_BuildValue("{s:i,s:i,s:i,s:i,s:i,s:i,s:i}", "IDLE", BAFT_IDLE, "WAITING", BAFT_WAITING, "COPYING",
                                      BAFT_COPYING, "DONE", BAFT_DONE, "PAUSED", BAFT_PAUSED, "HELD", BAFT_HELD, "ABSENT",
                                      BAFT_ABSENT);
-    PyObject *gates = Py_BuildValue("{s:i,s:i,s:i}", "CLOSED", BAFT_CLOSED, "OPEN", BAFT_OPEN, "FLUSH", BAFT_FLUSH);
+    PyObject *gates = Py_BuildValue("{s:i,s:i,s:i,s:i,s:i}", "CLOSED", BAFT_CLOSED, "OPEN", BAFT_OPEN, "FLUSH", BAFT_FLUSH,
+                                    "WINDOW", BAFT_WINDOW, "OUTSIDE", BAFT_BESIDE);
     bool ok = put(module, "Table", table) && put(module, "Engine", PyType_FromSpec(&engine_spec)) &&
               put(module, "FIELDS", fields) && put(module, "STATES", states) && put(module, "GATES", gates) &&
               put(module, "MAGIC", PyLong_FromUnsignedLongLong(BAFT_PAGE_MAGIC)) &&
               put(module, "VERSION", PyLong_FromLong(BAFT_PAGE_VERSION)) &&
               put(module, "PAGE_BYTES", PyLong_FromLong(BAFT_PAGE_BYTES)) &&
+              put(module, "SPANS", PyLong_FromLong(BAFT_SPANS)) && put(module, "SPAN_KIND", PyLong_FromLong(BAFT_SPAN_KIND)) &&
               put(module, "CHUNK", PyLong_FromSize_t(BAFT_CHUNK)) && put(module, "BLOCK", PyLong_FromSize_t(BAFT_BLOCK)) &&
               put(module, "digests", PyBool_FromLong(baft_cpu->digests)) &&
               put(module, "isa", PyUnicode_FromString(baft_cpu->name));

@@ -1,81 +1,38 @@
-/* The copying thread: gate, pacing, flush, cancel, fork.
+/* The copying thread: gate, flush, cancel, fork. Windows, budgets and paces: _windows.c.
  *
  * Who may touch sources and slot? A thread raises `busy`, then looks whether it is permitted (`armed`, not
- * `paused`, gate open) and only then copies one block; whoever withdraws the permission does so first and then
- * waits for `busy` to be 0. All of these are sequentially consistent, so one of the two always sees the other.
+ * `paused`, gate open or windows by the clock) and only then copies one block; whoever withdraws the permission does so
+ * first and then waits for `busy` to be 0. All of these are sequentially consistent, so one of the two always sees the other.
  * The gate lies in the control page, where others may write it; `armed` and `paused` do not: nothing that a page
- * can hold makes the thread touch memory that this process did not arm.
+ * can hold makes the thread touch memory that this process did not arm. Closing a window withdraws nothing: the block that
+ * is under way ends, and the copy stays armed. Who needs memory back cancels. Windows, budgets, paces and the clock only
+ * choose, after that, whether the permitted block is copied now, how much of it, and as what it is counted.
  *
  * The gate word counts its changes above bit 4. The thread sleeps on it, and every event that concerns the thread
- * changes it, so no wake-up is lost. During a flush the calling thread takes chunks as well; a chunk that was
+ * changes it, so no wake-up is lost; where nothing is left to copy, or nothing may be, nobody is woken. During a flush the calling thread takes chunks as well; a chunk that was
  * begun and left lies "parked" in its lane and is taken over by whoever comes first.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <linux/futex.h>
-#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
-#include "_engine.h"
+#include "_worker.h"
 
 enum { LANE_FREE, LANE_TAKEN, LANE_PARKED };
-#define LANES 2 /* the thread and one helper */
-#define KNOWN 16
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
-
-typedef struct {
-    baft_hash hash;
-    _Atomic int state;
-    size_t chunk, at; /* at: bytes of the chunk that are copied */
-} lane;
-
-struct baft_engine {
-    lane lanes[LANES];
-    unsigned char *page;
-    pthread_t thread;
-    int nice;
-    uint64_t throttle;
-    bool hold;
-    baft_engine *next; /* registry of all engines, for fork */
-
-    _Atomic uint32_t armed, busy, paused, quit, absent, sleeping;
-    _Atomic uint32_t bell, listeners; /* bell: futex that changes when a copy ends */
-    _Atomic uint64_t job;
-
-    pthread_mutex_t control; /* start, cancel and stop exclude one another: the I/O thread may cancel at any time */
-    baft_table *table;
-    uint8_t *destination, *digests;
-    size_t digest_room, nchunks;
-    _Atomic size_t cursor, done_chunks;
-    _Atomic uint64_t done_bytes, total;
-    _Atomic uint32_t done;
-    uint64_t pace_until, pace_last; /* the thread's own */
-
-    bool populate; /* the destination was never copied to: its pages are not in this process's page table */
-    struct {
-        uint8_t *begin;
-        uint64_t extent;
-    } known[KNOWN]; /* destinations that were; the oldest is forgotten */
-    size_t known_next;
-};
-
-static uint64_t now_ns(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
 
 static void pause_ns(long ns) { nanosleep(&(struct timespec){0, ns}, NULL); }
 
@@ -87,23 +44,22 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t value, int64_t ns) {
 
 static void futex_wake(_Atomic uint32_t *word) { syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0); }
 
-static uint32_t mode_of(baft_engine *e) { return atomic_load(BAFT_WORD4(e->page, gate)) & 15; }
-
 static void tell(baft_engine *e, uint32_t state) {
     atomic_store_explicit(BAFT_WORD4(e->page, engine), state, memory_order_release);
 }
 
-#define KEEP UINT32_MAX
-
-static void change_gate(baft_engine *e, uint32_t mode) {
+void baft_change_gate(baft_engine *e, uint32_t mode, bool wake) {
     _Atomic uint32_t *gate = BAFT_WORD4(e->page, gate);
     uint32_t old = atomic_load(gate), new;
     do {
-        new = ((old >> 4) + 1) << 4 | (mode == KEEP ? old & 15 : mode);
+        bool keep = mode == KEEP || ((old & 15) == BAFT_FLUSH && atomic_load(&e->flushing));
+        new = ((old >> 4) + 1) << 4 | (keep ? old & 15 : mode);
     } while (!atomic_compare_exchange_weak(gate, &old, new));
-    if ((old & 15) == BAFT_CLOSED && (new & 15) == BAFT_OPEN) atomic_fetch_add(BAFT_WORD8(e->page, window_opened), 1);
-    if ((old & 15) == BAFT_OPEN && (new & 15) != BAFT_OPEN) atomic_fetch_add(BAFT_WORD8(e->page, window_closed), 1);
-    if (atomic_load(&e->sleeping)) futex_wake(gate);
+    bool was = (old & 15) == BAFT_OPEN || (old & 15) == BAFT_WINDOW, is = (new & 15) == BAFT_OPEN || (new & 15) == BAFT_WINDOW;
+    if (is && !was) atomic_fetch_add(BAFT_WORD8(e->page, window_opened), 1);
+    if (was && !is) atomic_fetch_add(BAFT_WORD8(e->page, window_closed), 1);
+    /* Whoever arms a copy looks at the gate afterwards, so a thread that is not woken here for want of one is woken there. */
+    if (wake && baft_engine_left(e) && atomic_load(&e->sleeping)) futex_wake(gate);
 }
 
 static void sleep_on_gate(baft_engine *e, uint32_t word, int64_t ns) {
@@ -114,7 +70,8 @@ static void sleep_on_gate(baft_engine *e, uint32_t word, int64_t ns) {
 
 static bool permitted(baft_engine *e) {
     uint32_t mode = mode_of(e);
-    return (mode == BAFT_OPEN || mode == BAFT_FLUSH) && atomic_load(&e->armed) && !atomic_load(&e->paused);
+    bool gate = (mode != BAFT_CLOSED && mode <= BAFT_BESIDE) || atomic_load(&e->timed);
+    return gate && atomic_load(&e->armed) && !atomic_load(&e->paused);
 }
 
 static bool enter(baft_engine *e) {
@@ -174,19 +131,18 @@ static bool known(baft_engine *e, uint8_t *destination, uint64_t extent) {
     return false;
 }
 
-static void copy_block(baft_engine *e, lane *l) {
+static void copy_block(baft_engine *e, lane *l, size_t n, int kind) {
     const baft_chunk *c = &e->table->chunks[l->chunk];
     const baft_segment *s = &e->table->segments[c->segment];
-    if (e->populate && l->at % BAFT_BLOCK == 0) {
-        size_t left = c->length - l->at;
-        populate(e->destination + s->offset + c->start + l->at, left < BAFT_BLOCK ? left : BAFT_BLOCK);
-    }
-    size_t n = c->length - l->at < BAFT_BLOCK ? c->length - l->at : BAFT_BLOCK;
     uint64_t place = c->start + l->at;
+    if (e->populate) populate(e->destination + s->offset + place, n);
     baft_cpu->hash_copy(&l->hash, e->destination + s->offset + place, (const uint8_t *)(uintptr_t)s->source + place, n);
     l->at += n;
     if (l->at == c->length) baft_cpu->hash_finish(&l->hash, e->digests + l->chunk * BAFT_DIGEST);
     baft_cpu->fence(); /* streaming stores are ordered by nothing else */
+    uint64_t of_kind = atomic_fetch_add_explicit(&e->copied[kind], n, memory_order_relaxed) + n;
+    if (kind == BAFT_INSIDE) atomic_store_explicit(BAFT_WORD8(e->page, bytes_inside), of_kind, memory_order_relaxed);
+    if (kind == BAFT_OUTSIDE) atomic_store_explicit(BAFT_WORD8(e->page, bytes_outside), of_kind, memory_order_relaxed);
     uint64_t copied = atomic_fetch_add_explicit(&e->done_bytes, n, memory_order_release) + n;
     atomic_store_explicit(BAFT_WORD8(e->page, bytes_copied), copied, memory_order_release);
 }
@@ -210,39 +166,52 @@ static void finish_chunk(baft_engine *e, lane *l) {
     if (atomic_load(&e->listeners)) futex_wake(&e->bell);
 }
 
-enum { NOTHING_LEFT, NOT_PERMITTED, TOO_EARLY, HOLDING };
+enum { GO, NOTHING_LEFT, NOT_PERMITTED, NOT_NOW, HOLDING };
+
+/* Whether, and as what, the thread may copy the next `want` bytes; NOT_NOW: e->wake says when to ask again. */
+static int may_copy(baft_engine *e, uint64_t now, uint64_t want, grant *g) {
+    if (!baft_look(e, now, want, g)) return NOT_NOW;
+    uint64_t pace = g->pace && (!e->throttle || g->pace < e->throttle) ? g->pace : e->throttle;
+    if (pace) {
+        /* A window leaves its pace no credit, and what was copied before it is not forgotten. */
+        if (pace != e->pace_last || (e->pace_left && e->pace_until < now)) e->pace_until = now;
+        e->pace_last = pace, e->pace_left = false;
+        if (now < e->pace_until) {
+            if (!e->wake || e->pace_until < e->wake) e->wake = e->pace_until;
+            return NOT_NOW;
+        }
+        /* Lateness is made up for, but no more than 10 ms of it: a pace is no credit for idle times. */
+        if (e->pace_until + 10000000u < now) e->pace_until = now - 10000000u;
+        e->pace_until += (uint64_t)((double)g->n * 1e9 / (double)pace);
+    } else {
+        e->pace_left = true;
+    }
+    baft_spend(e, g);
+    return GO;
+}
 
 /* Called between enter() and leave(). `until`: 0, or when the helping thread has to be back. */
 static int work(baft_engine *e, uint64_t until) {
+    ledger *book = &e->ledgers[until != 0];
+    uint64_t job = atomic_load(&e->job);
     for (;;) {
         if (e->hold && atomic_load(&e->done_chunks) >= atomic_load(BAFT_WORD8(e->page, hold_at))) return HOLDING;
         lane *l = take_lane(e);
         if (!l) return NOTHING_LEFT;
-        for (;;) {
-            if (!permitted(e) || (until && now_ns() >= until)) {
+        size_t length = e->table->chunks[l->chunk].length;
+        uint64_t now = now_ns();
+        while (l->at < length) {
+            size_t want = length - l->at < BAFT_BLOCK ? length - l->at : BAFT_BLOCK;
+            grant g = {BAFT_FENCE, -1, false, 0, want, 0};
+            int why = permitted(e) ? until ? now < until ? GO : NOT_PERMITTED : may_copy(e, now, want, &g) : NOT_PERMITTED;
+            if (why != GO) {
                 atomic_store(&l->state, LANE_PARKED);
-                return NOT_PERMITTED;
+                return why;
             }
-            uint64_t pace = e->throttle;
-            if (!until && mode_of(e) == BAFT_OPEN) {
-                uint64_t asked = atomic_load(BAFT_WORD8(e->page, pace));
-                if (asked && (!pace || asked < pace)) pace = asked;
-            }
-            if (pace) {
-                uint64_t now = now_ns();
-                if (pace != e->pace_last) e->pace_until = now;
-                e->pace_last = pace;
-                if (now < e->pace_until) {
-                    atomic_store(&l->state, LANE_PARKED);
-                    return TOO_EARLY;
-                }
-                /* Lateness is made up for, but no more than 10 ms of it: a pace is no credit for idle times. */
-                if (e->pace_until + 10000000u < now) e->pace_until = now - 10000000u;
-            }
-            size_t before = l->at;
-            copy_block(e, l);
-            if (pace) e->pace_until += (uint64_t)((double)(l->at - before) * 1e9 / (double)pace);
-            if (l->at == e->table->chunks[l->chunk].length) break;
+            copy_block(e, l, (size_t)g.n, g.kind);
+            uint64_t end = now_ns();
+            baft_span_add(book, &g, job, now, end);
+            now = end;
         }
         finish_chunk(e, l);
     }
@@ -270,6 +239,7 @@ static void *run(void *argument) {
     /* The same share of CPU as others, but waking it does not push the training thread off its core: on busy cores
      * opening the gate otherwise took 8 to 30 ms. */
     pthread_setschedparam(pthread_self(), SCHED_BATCH, &(struct sched_param){0});
+    prctl(PR_SET_TIMERSLACK, 1ul); /* windows by the clock and paces are kept to some microseconds instead of 50 */
     if (e->nice) setpriority(PRIO_PROCESS, (id_t)syscall(SYS_gettid), getpriority(PRIO_PROCESS, 0) + e->nice);
     for (;;) {
         uint32_t word = atomic_load(BAFT_WORD4(e->page, gate));
@@ -282,10 +252,10 @@ static void *run(void *argument) {
         tell(e, BAFT_COPYING);
         int why = work(e, 0);
         leave(e);
-        if (why == TOO_EARLY) {
-            int64_t early = (int64_t)(e->pace_until - now_ns());
+        if (why == NOT_NOW) {
+            int64_t early = e->wake ? (int64_t)(e->wake - now_ns()) : -1;
             tell(e, BAFT_WAITING);
-            if (early > 0) sleep_on_gate(e, word, early);
+            if (!e->wake || early > 0) sleep_on_gate(e, word, early);
         } else if (why == HOLDING) {
             tell(e, BAFT_HELD);
             sleep_on_gate(e, word, 1000000); /* a test writes hold_at and wakes nobody */
@@ -318,7 +288,7 @@ static void after_fork_parent(void) {
         atomic_store(&e->paused, 0);
         if (atomic_load(&e->absent)) continue;
         tell(e, (uint32_t)baft_engine_state(e));
-        change_gate(e, KEEP);
+        baft_change_gate(e, KEEP, true);
     }
     pthread_mutex_unlock(&registry_lock);
 }
@@ -357,7 +327,8 @@ baft_engine *baft_engine_new(int fd, int nice, uint64_t throttle, bool hold) {
     }
     pthread_mutex_init(&e->control, NULL);
     pthread_once(&fork_once, install_fork_handlers);
-    change_gate(e, BAFT_CLOSED);
+    baft_engine_rest(e);
+    baft_reset_windows(e);
     atomic_store(BAFT_WORD8(e->page, bytes_copied), 0);
     atomic_store(BAFT_WORD8(e->page, bytes_total), 0);
     atomic_store(BAFT_WORD8(e->page, chunks_done), 0);
@@ -394,6 +365,7 @@ static bool start(baft_engine *e, baft_table *table, uint8_t *destination) {
     }
     e->table = table, e->destination = destination, e->nchunks = table->nchunks;
     e->populate = !known(e, destination, table->extent);
+    baft_reset_windows(e);
     for (int i = 0; i < LANES; i++) atomic_store(&e->lanes[i].state, LANE_FREE);
     atomic_store(&e->cursor, 0);
     atomic_store(&e->done_chunks, 0);
@@ -408,7 +380,7 @@ static bool start(baft_engine *e, baft_table *table, uint8_t *destination) {
     atomic_fetch_add(&e->job, 1);
     tell(e, table->nchunks ? BAFT_WAITING : BAFT_DONE);
     atomic_store(&e->armed, 1);
-    if (table->nchunks && mode_of(e) != BAFT_CLOSED) change_gate(e, KEEP); /* a closed gate wakes nobody for nothing */
+    if (table->nchunks && mode_of(e) != BAFT_CLOSED) baft_change_gate(e, KEEP, true); /* a closed gate wakes nobody for nothing */
     return true;
 }
 
@@ -420,24 +392,24 @@ bool baft_engine_start(baft_engine *e, baft_table *table, uint8_t *destination) 
     return started;
 }
 
-void baft_engine_gate(baft_engine *e, uint32_t mode) {
-    if (!atomic_load(&e->absent)) change_gate(e, mode);
-}
-
 void baft_engine_pace(baft_engine *e, uint64_t bytes_per_second) {
     if (atomic_load(&e->absent)) return;
     atomic_store(BAFT_WORD8(e->page, pace), bytes_per_second);
-    change_gate(e, KEEP); /* ends a sleep at the old pace */
+    baft_change_gate(e, KEEP, true); /* ends a sleep at the old pace */
 }
 
 bool baft_engine_flush(baft_engine *e, double seconds, bool help) {
     uint64_t job = atomic_load(&e->job), begin = now_ns();
     uint64_t until = begin + (uint64_t)((seconds < 0 ? 0 : seconds > 1e9 ? 1e9 : seconds) * 1e9);
+    atomic_store(&e->timed, NULL);
     help = help && !e->throttle && !e->hold;
     while (atomic_load(&e->job) == job && baft_engine_left(e)) {
         uint64_t now = now_ns();
         if (now >= until) break;
-        if (mode_of(e) != BAFT_FLUSH) change_gate(e, BAFT_FLUSH);
+        if (mode_of(e) != BAFT_FLUSH) {
+            atomic_store(&e->flushing, 1); /* before the mode: see baft_change_gate */
+            baft_change_gate(e, BAFT_FLUSH, true);
+        }
         if (help && enter(e)) {
             work(e, until);
             leave(e);
@@ -450,14 +422,14 @@ bool baft_engine_flush(baft_engine *e, double seconds, bool help) {
         if (atomic_load(&e->absent)) return false;
     }
     if (atomic_load(&e->job) != job) return false;
-    change_gate(e, BAFT_CLOSED);
+    baft_engine_rest(e);
     return atomic_load(&e->armed) && atomic_load(&e->done);
 }
 
 static void cancel(baft_engine *e) {
     bool left = baft_engine_left(e);
     atomic_store(&e->armed, 0);
-    change_gate(e, BAFT_CLOSED);
+    baft_engine_rest(e);
     wait_until_quiet(e);
     if (left && !atomic_load(&e->done)) atomic_fetch_sub(&e->table->users, 1);
     atomic_store(&e->done, 0);
@@ -502,7 +474,7 @@ void baft_engine_stop(baft_engine *e) {
     if (!atomic_load(&e->absent)) {
         cancel(e);
         atomic_store(&e->quit, 1);
-        change_gate(e, KEEP);
+        baft_change_gate(e, KEEP, false);
         futex_wake(BAFT_WORD4(e->page, gate));
         pthread_join(e->thread, NULL);
         tell(e, BAFT_ABSENT);
@@ -521,6 +493,7 @@ void baft_engine_free(baft_engine *e) {
     }
     pthread_mutex_unlock(&registry_lock);
     munmap(e->page, BAFT_PAGE_BYTES);
+    baft_free_windows(e);
     free(e->digests);
     free(e);
 }

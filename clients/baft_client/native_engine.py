@@ -20,7 +20,7 @@ from baft_client.engine import (
 )
 from baft_client.python_engine import digest_chunks
 from baftd.errors import UsageError
-from baftd.memory.control import ControlPage, Gate
+from baftd.memory.control import ControlPage
 
 try:
     from baft_client import _engine
@@ -103,19 +103,20 @@ class NativeEngine:
 
     def open(self) -> None:
         """Open the gate."""
-        self._engine.gate(Gate.OPEN)
+        self._engine.open()
 
     def open_window(self, budget: int = NO_LIMIT) -> None:
         """Begin a window."""
-        self._engine.gate(Gate.OPEN)
+        self._engine.window(budget)
 
     def close_window(self, outside: int = 0) -> None:
         """End it."""
-        self._engine.gate(Gate.CLOSED)
+        self._engine.close(outside)
 
     def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
         """Windows by the clock."""
-        check_timed(windows)
+        rows = check_timed(windows)
+        self._engine.timed(rows.ctypes.data, len(rows))
 
     def set_pace(self, bytes_per_second: int) -> None:
         """Limit the speed in windows."""
@@ -134,17 +135,17 @@ class NativeEngine:
         return self._engine.progress
 
     def copied(self) -> tuple[int, int, int]:
-        """Bytes inside, outside, in flush."""
-        return 0, self._engine.progress, 0
+        """Bytes in windows, outside, in flush."""
+        return self._engine.copied()
 
     def spans(self) -> bytes:
         """When it was copying."""
-        return b""
+        return self._engine.spans()
 
     @property
     def spans_lost(self) -> int:
         """Spans without room."""
-        return 0
+        return self._engine.spans_lost
 
     def digests_of(self) -> bytes:
         """Digests of the finished copy."""

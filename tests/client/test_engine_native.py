@@ -16,9 +16,10 @@ import pytest
 
 import baft_client
 from baft_client import _engine
-from baft_client.engine import CHUNK, EngineState
+from baft_client.engine import CHUNK, SPANS, EngineState
 from baftd.memory import control
 from baftd.memory.control import FIELDS, ControlPage, Gate
+from baftd.pipeline.events import EventKind
 from tests.support.engines import MIB, Rig, expected_digests, noise, soon
 
 
@@ -36,6 +37,8 @@ def test_python_and_c_agree() -> None:
     assert _engine.PAGE_BYTES == control.PAGE_BYTES
     assert _engine.CHUNK == CHUNK
     assert {state.name: state.value for state in EngineState} == _engine.STATES
+    assert _engine.SPANS == SPANS
+    assert _engine.SPAN_KIND == EventKind.COPY_INSIDE == EventKind.COPY_OUTSIDE - 1 == EventKind.COPY_FENCE - 2
     assert {gate.name: gate.value for gate in Gate} == _engine.GATES
     assert _engine.isa == _engine.isas()[0]
 
@@ -195,6 +198,7 @@ spec.loader.exec_module(module)
 import baft_client
 baft_client._engine = module
 from pathlib import Path
+from baftd.pipeline.events import EventKind
 from tests.support.engines import Rig, noise, expected_digests
 rig = Rig(Path({str(tmp_path)!r}), "native")
 assert not rig.engine.digests
