@@ -104,7 +104,7 @@ class Script:
     def do_cluster(self, ranks: str = "0,1", slots: str = "3", durable: str = "", every: str = "1") -> None:
         """Set up nodes and the coordinator."""
         self.slots = int(slots)
-        self.policy = Policy(int(every), bool(durable), int(durable) if durable else None)
+        self.policy = Policy(int(every), durable=bool(durable), durable_steps=int(durable) if durable else None)
         for index, group in enumerate(ranks.split("/")):
             name = f"n{index}"
             self.machines[name] = Machine(name)
