@@ -344,6 +344,7 @@ def _operation(
             for observer in observers:
                 if observer._gap or observer._forward is not None:
                     observer.operation_begins(begin)
+                    begin = monotonic_ns()
             result = inner(*args, **kwargs)
         finally:
             _running.observers = observers
