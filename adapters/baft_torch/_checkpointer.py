@@ -20,10 +20,12 @@ from baft_torch._common import Common
 from baft_torch._extra import ExtraState
 from baft_torch._hooks import UpdateHooks
 from baft_torch._loader import LoaderState
+from baft_torch._observe import PipelineObserver
 from baft_torch._reshard import plan_reshard
 from baft_torch._restore import differences, load
 from baft_torch._state import TrainingState
 from baft_torch._tensors import is_dtensor
+from baft_torch._waits import Waits
 from baftd.errors import BaftError, FormatError, ModelMismatch, UsageError
 from baftd.telemetry import get_logger
 
@@ -49,6 +51,8 @@ class Checkpointer:
         loader: LoaderState | None,
         extra: ExtraState,
         group: Any = None,
+        *,
+        schedule: Any = None,
     ) -> None:
         self._session = session
         self._state = state
@@ -67,7 +71,25 @@ class Checkpointer:
         self._said: set[str] = set()
         self._log = get_logger("torch").bind(job=session.job, rank=session.rank)
         self._closed = False
-        self._hooks = UpdateHooks(optimizers, self._fence_quietly)
+        self._fenced = False
+        self._hooks = UpdateHooks(optimizers, self._before_update)
+        self.waits = Waits(
+            session.windows,
+            session.recorder,
+            modules=state.models.given,
+            params=[param for each in optimizers for group in each.param_groups for param in group["params"]],
+            pipeline=schedule is not None,
+            device=state.on_device,
+        )
+        """Windows around what the training thread waits for. An observer of a pipeline's schedule tells it more."""
+        try:
+            self._observer = None if schedule is None else PipelineObserver.attach(schedule, session, self.waits)
+        except BaseException:
+            self.waits.close()
+            self._hooks.remove()
+            raise
+        if loader is not None:
+            loader.watch(self.waits)
         for name, nbytes in state.large_buffers():
             self._log.warning(
                 "large_buffer", name=name, bytes=nbytes,
@@ -126,7 +148,7 @@ class Checkpointer:
     def fence(self) -> None:
         """Say that the next statement may change parameters or optimizer state. Attached optimizers say so
         themselves; an update by other means (a captured graph, an optimizer without hooks) needs this call."""
-        self._fence_quietly()
+        self._before_update()
         self._fenced_by_hand = True
         self._raise_pending()
 
@@ -134,7 +156,7 @@ class Checkpointer:
     def paused(self) -> Iterator[None]:
         """For code that swaps weights and puts them back (evaluation with averaged ones): the snapshot under way is
         completed first, and none begins within."""
-        self._fence_quietly()
+        self._before_update()
         with self._session.paused():
             yield
         self._raise_pending()
@@ -159,9 +181,13 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        if self._observer is not None:
+            self._observer.detach()
         self._hooks.remove()
+        self.waits.close()
         if self._loader is not None:
             self._loader.disarm()
+            self._loader.unwatch()
         self._session.close()
 
     def __enter__(self) -> Checkpointer:
@@ -232,9 +258,11 @@ class Checkpointer:
             hooks.updates += 1  # an update of which only ckpt.fence() tells
         interrupted, moved = hooks.inside, hooks.updates != self._updates_at_boundary
         self._updates_at_boundary = hooks.updates
-        self._fenced_by_hand = self._begun = False
+        self._fenced_by_hand = self._begun = self._fenced = False
         hooks.forget()
+        self.waits.boundary()
         if not force and not session.due(self._step):
+            session.pass_by(self._step)
             return
         reason = self._unready(interrupted, moved)
         if reason:
@@ -273,11 +301,16 @@ class Checkpointer:
         grads = [param.grad for group in groups for param in group["params"] if param.grad is not None]
         return any(_holds_something(grad) for grad in grads)
 
+    def _before_update(self) -> None:
+        """An update is about to begin. Called from hooks in the user's loop: raises nothing."""
+        self.waits.fence()
+        self._fence_quietly()
+
     def _fence_quietly(self) -> None:
-        """Complete the snapshot under way. Called from hooks in the user's loop: raises nothing."""
-        if not self._begun:
+        """Complete the snapshot under way, and say that the windows of this step are over. Raises nothing."""
+        if self._fenced and not self._begun:
             return
-        self._begun = False
+        self._begun, self._fenced = False, True
         try:
             outcome = self._session.fence(self._hooks.updates)
         except BaftError as problem:  # strict: of an earlier call, so this one has fenced nothing yet
