@@ -1,0 +1,160 @@
+"""What to do when windows are too small: the rungs, what each costs, and which one it is. Pure.
+
+    windows    the windows of a step hold the snapshot
+    divided    they do because each rank saves only its part of what replicas hold in common
+    overlap    what is left over is copied beside the computation, no faster than needed
+    fence      what is left over is copied at the fence, and the training thread waits
+    device     what is left over is copied at the fence into device memory that is free
+    interval   not every step is snapshot: as few steps apart as the budget allows
+
+A snapshot costs each rank, in seconds that its step takes longer:
+
+    held + inside * t_inside + outside * t_outside + t_fence
+
+`t_inside` and `t_outside` are the seconds for which it copies inside windows and beside its own computation; `inside`
+and `outside` what a second of that costs the step (`costs.py`: learnt). `t_fence` is what the fence waits: what is
+planned for it, and what it was seen to wait without a plan. The job waits for its slowest rank, and spends that once an
+interval: overhead = cost / (interval * step). The interval is the fewest steps that keep it within the budget for the
+cheapest rung of each rank; then each rank takes the first rung that the interval can afford.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baftd.pipeline.interval import Interval, steps_for
+from baftd.pipeline.pacing import RankFacts, RankPlan, copy_plan, expected_left, pace_for, spend_needed, sure_bytes
+
+__all__ = ["HEADROOM", "RUNGS", "Budget", "Choice", "Option", "SecondCosts", "choose", "options"]
+
+RUNGS = ("windows", "divided", "overlap", "fence", "device", "interval")
+HEADROOM = 0.8
+"""Part of the budget that is planned with: the rest is for what no model knows."""
+NEGLIGIBLE = 0.01
+"""Part of a snapshot that may be left over without being called so."""
+DEVICE_LATENCY = 50e-6
+"""Seconds of a stage in device memory, beside its bytes: launch and event."""
+
+
+@dataclass(frozen=True)
+class SecondCosts:
+    """Seconds that a step loses by a second of copying inside windows, and outside of them."""
+
+    inside: float
+    outside: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Part of the step time that snapshots may cost."""
+
+    part: float
+
+    @property
+    def planned(self) -> float:
+        """What is planned with."""
+        return self.part * HEADROOM
+
+
+@dataclass(frozen=True)
+class Option:
+    """One rung for one rank. Seconds of one snapshot."""
+
+    rung: str
+    plan: RankPlan
+    cost: float
+    inside: float
+    outside: float
+    fence: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The interval that is needed, and an option for each rank."""
+
+    interval: int
+    ranks: dict[int, Option]
+    slowest: int
+    """The rank whose snapshot costs most; -1: no rank."""
+    cost: float
+    """Of a snapshot of it, seconds."""
+    step: float
+
+    @property
+    def rung(self) -> str:
+        """The last rung that a rank is on; interval, if not every step is snapshot."""
+        if self.interval > 1:
+            return "interval"
+        return max((one.rung for one in self.ranks.values()), key=RUNGS.index, default="windows")
+
+    def overhead(self, interval: int) -> float:
+        """Part of the running time, with a snapshot every so many steps."""
+        return self.cost / (interval * self.step) if self.step > 0 else 0.0
+
+
+def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
+    """What a rank may do, in the order of the rungs."""
+    spend = spend_needed(facts)
+    sure = min(facts.bytes, sure_bytes(facts, spend))
+    short = dict(facts.short)
+    found = []
+
+    def option(rung: str, plan: RankPlan, inside_bytes: float, outside_bytes: float, fence: float) -> None:
+        inside, outside = inside_bytes / facts.inside, outside_bytes / facts.beside
+        fence += short.get(rung, 0.0)
+        cost = facts.held + costs.inside * inside + costs.outside * outside + fence
+        found.append(Option(rung, plan, cost, inside, outside, fence))
+
+    left = expected_left(facts, spend)
+    if left <= NEGLIGIBLE * facts.bytes:
+        rung = "divided" if facts.held_bytes > max(facts.bytes, sure) else "windows"
+        option(rung, copy_plan(facts, spend, rung), facts.bytes - left, 0.0, left / facts.alone)
+    beyond = facts.bytes - sure
+    if beyond > 0:
+        pace = pace_for(beyond, facts)
+        computing = max(0.0, facts.step - low_usable(facts))
+        # Until the snapshot is over it is carried by both: what is copied beside computation spares the windows.
+        carried = min(float(beyond), pace * computing)
+        late = expected_left(facts, spend, carried)
+        plan = copy_plan(facts, spend, "overlap", outside=pace, left=int(late))
+        option("overlap", plan, facts.bytes - carried - late, carried, late / facts.alone)
+    if left > NEGLIGIBLE * facts.bytes:
+        plan = copy_plan(facts, spend, "fence", left=int(left))
+        option("fence", plan, facts.bytes - left, 0.0, left / facts.alone)
+        if facts.device_rate > 0 and facts.device_free >= beyond:
+            plan = copy_plan(facts, spend, "device", left=int(left))
+            option("device", plan, facts.bytes - left, 0.0, DEVICE_LATENCY + left / facts.device_rate)
+    return tuple(found)
+
+
+def low_usable(facts: RankFacts) -> float:
+    """Seconds of windows that a step surely has."""
+    return sure_bytes(facts, 1.0) / facts.inside
+
+
+def choose(ranks: Sequence[RankFacts], budget: Budget, costs: SecondCosts, fixed: Interval, now: int = 1) -> Choice:
+    """The fewest steps, and the first rung for each rank that they can afford.
+
+    `now` is the interval in force: a fixed time keeps it where it is a tenth off at most."""
+    step = max((one.step for one in ranks), default=0.0)
+    offered = {one.rank: options(one, costs) for one in ranks}
+    cheapest = {rank: min(one.cost for one in found) for rank, found in offered.items() if found}
+    if fixed.auto:
+        interval = max((steps_for(cost, budget.planned, step) for cost in cheapest.values()), default=1)
+    elif fixed.seconds and abs(now * step - fixed.seconds) <= 0.1 * fixed.seconds:
+        interval = now
+    else:
+        interval = fixed.fixed_steps(step)
+    affordable = budget.planned * step * interval
+    chosen = {}
+    for rank, found in offered.items():
+        if found:
+            within = [one for one in found if one.cost <= affordable * (1 + 1e-9)]
+            chosen[rank] = within[0] if within else min(found, key=_cost)
+    slowest = max(chosen, key=lambda rank: (chosen[rank].cost, -rank), default=-1)
+    return Choice(interval, chosen, slowest, chosen[slowest].cost if chosen else 0.0, step)
+
+
+def _cost(option: Option) -> float:
+    return option.cost
