@@ -55,8 +55,10 @@ def attach(
 
     model: a module, or a list or dict of them (pipeline stages, a generator and its critic); plain, DDP, or sharded
         by `fully_shard`. optimizer: one torch.optim.Optimizer, or several.
-    schedule: of torch.distributed.pipelining; its stages name the tensors. dataloader: with state_dict() and
-        load_state_dict(), such as StatefulDataLoader. extra: LR schedulers, GradScaler, generators, dicts of data.
+    schedule: of torch.distributed.pipelining; its stages name the tensors, and its waits are windows to copy in.
+        What observes them is taken away by close().
+    dataloader: with state_dict() and load_state_dict(), such as StatefulDataLoader. extra: LR schedulers, GradScaler,
+        generators, dicts of data.
     rank, world: checked against process group and launcher; read from them when left out.
     strict: raise at the next call what is otherwise only logged (None: as in the settings). audit: compare every byte
         of every N-th snapshot at its fence. stable: patterns of buffers that do not change between updates.
@@ -100,7 +102,7 @@ def attach(
             )
         if state.on_device:
             session.device = CudaCopier(state.device_tensor)
-        return Checkpointer(session, state, optimizers, loader, extras, group)
+        return Checkpointer(session, state, optimizers, loader, extras, group, schedule=schedule)
     except BaseException:
         session.close()
         raise
