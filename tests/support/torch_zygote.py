@@ -19,13 +19,14 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from tests.support import torch_job, torch_layout_job, torch_mesh_job, torch_observe_job
+from tests.support import torch_job, torch_layout_job, torch_mesh_job, torch_observe_job, torch_windows_job
 
 PROGRAMS = {
     "torch_job": torch_job.main,
     "torch_layout_job": torch_layout_job.main,
     "torch_mesh_job": torch_mesh_job.main,
     "torch_observe_job": torch_observe_job.main,
+    "torch_windows_job": torch_windows_job.main,
 }
 
 
