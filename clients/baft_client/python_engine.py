@@ -2,7 +2,8 @@
 
 It keeps every promise of `CopyEngine`, more slowly: between two blocks the thread needs the GIL, which a trainer
 busy in Python hands over after 5 ms only (a copy of 256 MiB then takes seconds instead of 30 ms). Each block is
-copied by `memmove` and digested by python-xxhash, both without the GIL. Its progress goes by message only: the
+copied by `memmove` and digested by python-xxhash, both without the GIL; what may be copied when is in
+python_windows.py. Its progress goes by message only: the
 control page is left alone, but for a test that holds it at a chunk boundary.
 """
 
@@ -33,13 +34,15 @@ from baft_client.engine import (
     check_timed,
     pack_segments,
 )
+from baft_client.python_windows import BLOCK, Grant, Grants, Spans
 from baftd.errors import UsageError
-from baftd.memory.control import ControlPage
+from baftd.memory.control import ControlPage, Gate
+from baftd.pipeline.events import EventKind
 
 __all__ = ["PythonEngine", "PythonTable", "digest_chunks"]
 
-BLOCK = 1 << 20
-"""Bytes between two looks at the gate."""
+_FLUSHED = 1 << 20
+"""Bytes of a block in `flush`."""
 _SAMPLES = 16
 
 
@@ -136,9 +139,13 @@ class PythonEngine:
         self._pid = os.getpid()
         self._changed = threading.Condition()
         self._turn = threading.Lock()
-        self._open = self._flushing = self._quit = self._paused = self._held = self._copying = False
-        self._pace = 0
-        self._not_before = 0.0
+        self._flushing = self._quit = self._paused = self._held = self._copying = False
+        self._grants = Grants()
+        self._spans = Spans()
+        self._not_before = self._pace = self._copies = 0
+        self._changes = 0
+        """Counts what the thread must look at again, so that it does not sleep over one."""
+        self._unpaced = False
         self._table: PythonTable | None = None
         self._destination = 0
         self._chunk = self._at = self._copied = 0
@@ -197,40 +204,52 @@ class PythonEngine:
             self._chunk = self._at = self._copied = 0
             self._digests = []
             self._held = False
+            self._copies += 1
+            self._grants.arm()
             mine.users += bool(mine.chunks)
             if self._hooks.hold and self._control is not None:
                 self._publish(self.state)
                 self._control.set("copies", self._control.get("copies") + 1)
-            self._changed.notify_all()
+            self._notify()
 
     def open(self) -> None:
         """Open the gate."""
-        self._set_gate(True)
+        if not self._absent:
+            with self._changed:
+                self._grants.mode = Gate.OPEN
+                self._notify()
 
     def open_window(self, budget: int = NO_LIMIT) -> None:
         """Begin a window."""
-        self._set_gate(True)
+        if not self._absent:
+            with self._changed:
+                self._grants.open_window(budget)
+                if budget and self._left:
+                    self._notify()
 
     def close_window(self, outside: int = 0) -> None:
         """End it."""
-        self._set_gate(False)
+        if not self._absent:
+            with self._changed:
+                self._grants.close_window(outside)
+                if outside and self._left:
+                    self._notify()
 
     def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
         """Windows by the clock."""
-        check_timed(windows)
-
-    def _set_gate(self, value: bool) -> None:
+        rows = check_timed(windows)
         if not self._absent:
             with self._changed:
-                self._open = value
-                self._changed.notify_all()
+                if self._left:
+                    self._grants.set_timed(rows)
+                    self._notify()
 
     def set_pace(self, bytes_per_second: int) -> None:
-        """Limit the speed in windows."""
+        """Limit the speed while the gate is open."""
         if not self._absent:
             with self._changed:
-                self._pace, self._not_before = bytes_per_second, 0.0
-                self._changed.notify_all()
+                self._grants.pace, self._not_before = bytes_per_second, 0
+                self._notify()
 
     def flush(self, deadline: float) -> bool:
         """Copy the rest in the calling thread: the engine's would have to fight for the GIL."""
@@ -238,21 +257,22 @@ class PythonEngine:
             return False
         table, until = self._table, time.monotonic() + deadline
         with self._changed:
-            self._open = False
+            self._grants.rest()
             self._flushing = True
         try:
             while self._left and self._table is table:
                 left = until - time.monotonic()
                 if left <= 0:
                     return False
-                if self._paused or not self._step(throttle_only=True):
+                if self._paused or not self._step(fence=True):
                     with self._changed:
-                        self._changed.wait(min(left, self._wait_time(0.001)))
+                        self._changed.wait(min(left, self._wait_time()))
             return self._table is table
         finally:
             with self._changed:
+                self._grants.rest()
                 self._flushing = False
-                self._changed.notify_all()
+                self._notify()
 
     def cancel(self) -> None:
         """Give the copy up."""
@@ -261,8 +281,8 @@ class PythonEngine:
         with self._changed:
             table, left = self._table, self._left
             self._table = None
-            self._open = False
-            self._changed.notify_all()
+            self._grants.rest()
+            self._notify()
         with self._turn:  # a block that was under way is over now, and nobody begins another
             if table is not None and left and table.users:
                 table.users -= 1
@@ -272,17 +292,21 @@ class PythonEngine:
         return self._copied if self._table is not None and not self._absent else 0
 
     def copied(self) -> tuple[int, int, int]:
-        """Bytes inside, outside, in flush."""
-        return 0, self._copied, 0
+        """Bytes in windows, outside, in flush."""
+        inside, outside, fence = self._grants.copied.values()
+        return inside, outside, fence
 
     def spans(self) -> bytes:
         """When it was copying."""
-        return b""
+        if self._absent:
+            return b""
+        with self._changed:
+            return self._spans.take()
 
     @property
     def spans_lost(self) -> int:
         """Spans without room."""
-        return 0
+        return self._spans.lost
 
     def digests_of(self) -> bytes:
         """Digests of the finished copy."""
@@ -321,14 +345,20 @@ class PythonEngine:
         self.cancel()
         with self._changed:
             self._quit = True
-            self._changed.notify_all()
+            self._notify()
         self._thread.join()
         self._publish(EngineState.ABSENT)
 
     # ------------------------------------------------------------------ copying
 
-    def _wait_time(self, least: float) -> float:
-        return max(least, min(self._not_before - time.monotonic(), 1.0))
+    def _notify(self) -> None:
+        self._changes += 1
+        self._changed.notify_all()
+
+    def _wait_time(self) -> float:
+        """Seconds until the next look: some time hence for a pace or a window by the clock, 1 ms for a hook."""
+        wake = self._grants.wake
+        return max(0.0, min((wake - time.monotonic_ns()) * 1e-9, 1.0)) if wake else 0.001
 
     def _publish(self, state: EngineState) -> None:
         if self._hooks.hold and self._control is not None and not self._control.closed:
@@ -337,10 +367,37 @@ class PythonEngine:
             self._control.set("engine", state)
 
     def _may_copy(self) -> bool:
-        return self._left and not self._paused and not self._quit and (self._open or self._flushing)
+        return self._left and not self._paused and not self._quit and (self._flushing or not self._grants.idle)
 
-    def _step(self, *, throttle_only: bool) -> bool:
-        """Copy one block if that is allowed now; False: it is not (gate, pace, hook, fork)."""
+    def _paced(self, grant: Grant, now: int) -> bool:
+        """Whether throttle and pace let the block of `grant` begin; else the grants' `wake` says when."""
+        pace = min((p for p in (self._hooks.throttle, grant.pace) if p), default=0)
+        if not pace:
+            self._unpaced = True
+            return True
+        # A window leaves its pace no credit, and what was copied before it is not forgotten.
+        if pace != self._pace or (self._unpaced and self._not_before < now):
+            self._not_before = now
+        self._pace, self._unpaced = pace, False
+        if now < self._not_before:
+            self._grants.wake = min(self._grants.wake or self._not_before, self._not_before)
+            return False
+        self._not_before = max(self._not_before, now - 10_000_000) + grant.nbytes * 10**9 // pace
+        return True
+
+    def _next_block(self, table: PythonTable, now: int, *, fence: bool) -> Grant | None:
+        """What may be copied at `now` of the chunk under way; None: nothing."""
+        want = table.order[self._chunk][2] - self._at
+        if fence:
+            self._grants.wake = 0
+            limit = BLOCK if self._hooks.throttle else _FLUSHED
+            grant: Grant | None = Grant(EventKind.COPY_FENCE, -1, 0, min(want, limit), 0)
+        else:
+            grant = self._grants.look(now, min(want, BLOCK) if self._hooks.throttle else want)
+        return grant if grant is not None and self._paced(grant, now) else None
+
+    def _step(self, *, fence: bool) -> bool:
+        """Copy one block if that is allowed now; False: it is not (gate, budget, pace, hook, fork)."""
         with self._turn:
             with self._changed:
                 table = self._table
@@ -349,19 +406,17 @@ class PythonEngine:
                 if self._hooks.hold and self._at == 0 and self._control is not None:
                     self._held = self._chunk >= self._control.get("hold_at")
                     if self._held:
+                        self._grants.wake = 0
                         self._publish(EngineState.HELD)
                         return False
-                paces = [p for p in (self._hooks.throttle, 0 if throttle_only else self._pace) if p]
-                now = time.monotonic()
-                if paces and now < self._not_before:
+                now = time.monotonic_ns()
+                grant = self._next_block(table, now, fence=fence)
+                if grant is None:
                     return False
+                self._grants.spend(grant)
                 segment, begin, length = table.order[self._chunk]
                 source, offset = int(table.rows[segment, 0]), int(table.rows[segment, 1])
-                at = self._at
-                n = min(BLOCK, length - at)
-                if paces:
-                    n = min(n, 256 << 10)  # smoother
-                    self._not_before = max(self._not_before, now - 0.01) + n / min(paces)
+                at, n, copy = self._at, grant.nbytes, self._copies
                 if at == 0:
                     self._hash = xxhash.xxh3_128()
                 self._copying = True
@@ -370,6 +425,8 @@ class PythonEngine:
             ctypes.memmove(self._destination + offset + place, source + place, n)
             with self._changed:
                 self._copying = False
+                self._spans.add(grant, copy, now, time.monotonic_ns())
+                self._grants.copied[grant.kind] += n
                 if self._table is not table:
                     return True  # cancelled meanwhile
                 self._at += n
@@ -380,7 +437,7 @@ class PythonEngine:
                     self._chunk += 1
                     if not self._left:
                         table.users -= 1
-                        self._changed.notify_all()
+                        self._notify()
                 self._publish(self.state)
             return True
 
@@ -395,14 +452,15 @@ def _run(reference: weakref.ref[PythonEngine], changed: threading.Condition) -> 
         engine = reference()
         if engine is None or engine._quit:
             return
-        mine = not engine._flushing and engine._step(throttle_only=False)
+        seen = engine._changes
+        mine = not engine._flushing and engine._step(fence=False)
         with changed:
             sleep = None
-            if not mine:
-                if engine._flushing or not engine._may_copy():
+            if not mine and seen == engine._changes:
+                if engine._flushing or not engine._may_copy() or not (engine._grants.wake or engine._held):
                     sleep = 1.0  # whatever ends this state notifies
                 else:
-                    sleep = engine._wait_time(0.001)
+                    sleep = engine._wait_time()
             del engine
             if sleep is not None:
                 changed.wait(sleep)
@@ -421,7 +479,7 @@ def _go_on() -> None:
     for engine in list(_living):
         engine._paused = False
         with engine._changed:
-            engine._changed.notify_all()
+            engine._notify()
 
 
 _installed = False
