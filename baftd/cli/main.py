@@ -27,6 +27,7 @@ VERBS = {
     "status": "state of the daemon and its jobs",
     "list": "list checkpoints",
     "show": "show one step and its tensors",
+    "trace": "write a timeline of a job's steps",
     "verify": "recompute digests of checkpoints",
     "plan": "what checkpoints of a job cost and survive",
     "restore": "fix from where a job goes on, or export a checkpoint",
