@@ -21,6 +21,7 @@ Addresses are plain integers; an engine trusts them as a C program would.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -191,15 +192,15 @@ class CopyEngine(Protocol):
     def spans(self) -> bytes:
         """When it was copying, since the last call: records of `baftd.pipeline.events`, by time of their beginning.
 
-        Kind COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE; stage -1; micro the number of the window (of `timed`: its index
-        there), else -1; amount in bytes. A span ends where the window, the pace or the kind does, where the engine has
-        nothing to do, and after 20 ms where a pace holds it. All spans of a copy are there once its state is DONE; of a
-        copy that goes on, the newest may come with the next call. Times of `flush` overlap: two threads copy then.
+        Kind COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE; stage -1; micro the number of the window, of one of `timed`
+        -2 - its index there, else -1; amount in bytes. A span ends where the window does, after 5 ms without a block,
+        and after 20 ms where a pace holds it. Who sees that a copy is DONE finds all spans of it. Those of `flush`
+        overlap: two threads copy then.
         """
 
     @property
     def spans_lost(self) -> int:
-        """Spans for which there was no room, since the engine began."""
+        """Spans for which there was no room (`SPANS`), since the engine began."""
 
     def digests_of(self) -> bytes:
         """16 bytes (xxh3-128) for each chunk in order of the segments; UsageError before the copy is done."""
@@ -241,15 +242,16 @@ def pack_segments(segments: Sequence[Segment]) -> npt.NDArray[np.uint64]:
 def check_timed(windows: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint64]:
     """Windows by the clock as rows (begin, end, bytes) of uint64, else UsageError."""
     try:
-        rows = np.array(windows, dtype=np.uint64).reshape(len(windows), 3)
+        flat = array("Q", (value for begin, end, nbytes in windows for value in (begin, end, nbytes)))
     except (OverflowError, ValueError, TypeError) as error:
         raise UsageError(f"windows by the clock are (begin, end, bytes), whole numbers from 0: {error}.") from error
+    rows = np.frombuffer(flat, dtype=np.uint64).reshape(-1, 3)
     wrong = rows[:, 1] <= rows[:, 0]
     wrong[1:] |= rows[1:, 0] < rows[:-1, 1]
     if wrong.any():
         index = int(np.argmax(wrong))
         raise UsageError(f"window {index} by the clock ends before it begins, or begins within the one before it.")
-    return np.ascontiguousarray(rows)
+    return rows
 
 
 def check_addresses(addresses: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.uint64]:

@@ -18,7 +18,8 @@ PROGRAM = Path(__file__).with_name("engine_torture.c")
 @pytest.mark.parametrize("sanitizer", ["thread", "address,undefined"])
 def test_no_race_and_no_stray_access(tmp_path: Path, sanitizer: str) -> None:
     program = tmp_path / "torture"
-    parts = [SOURCES / name for name in ("_worker.c", "_windows.c", "_bulk.c", "_isa_base.c", "_isa_avx2.c", "_isa_avx512.c")]
+    names = ("_worker.c", "_windows.c", "_bulk.c", "_isa_base.c", "_isa_avx2.c", "_isa_avx512.c")
+    parts = [SOURCES / name for name in names]
     built = subprocess.run(
         ["gcc", "-g", "-O1", "-std=gnu11", "-pthread", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=undefined",
          f"-I{SOURCES}", str(PROGRAM), *map(str, parts), "-o", str(program)],
