@@ -20,11 +20,12 @@ cheapest rung of each rank; then each rank takes the first rung that the interva
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baftd.pipeline.interval import Interval, steps_for
 from baftd.pipeline.pacing import RankFacts, RankPlan, copy_plan, expected_left, pace_for, spend_needed, sure_bytes
+from baftd.pipeline.profile import low
 
 __all__ = ["HEADROOM", "RUNGS", "Budget", "Choice", "Option", "SecondCosts", "choose", "options"]
 
@@ -67,6 +68,8 @@ class Option:
     inside: float
     outside: float
     fence: float
+    planned: float
+    """Of `fence`: for bytes that the plan leaves over."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ class Choice:
     """The rank whose snapshot costs most; -1: no rank."""
     cost: float
     """Of a snapshot of it, seconds."""
+    least: float
+    """What the slowest rank's would cost with the cheapest rung."""
     step: float
 
     @property
@@ -100,60 +105,65 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
     short = dict(facts.short)
     found = []
 
-    def option(rung: str, plan: RankPlan, inside_bytes: float, outside_bytes: float, fence: float) -> None:
+    def offer(rung: str, plan: RankPlan, inside_bytes: float, outside_bytes: float, fence: float) -> None:
         inside, outside = inside_bytes / facts.inside, outside_bytes / facts.beside
-        fence += short.get(rung, 0.0)
-        cost = facts.held + costs.inside * inside + costs.outside * outside + fence
-        found.append(Option(rung, plan, cost, inside, outside, fence))
+        waited = fence + short.get(rung, 0.0)
+        cost = facts.held + costs.inside * inside + costs.outside * outside + waited
+        found.append(Option(rung, plan, cost, inside, outside, waited, fence))
 
     left = expected_left(facts, spend)
     if left <= NEGLIGIBLE * facts.bytes:
         rung = "divided" if facts.held_bytes > max(facts.bytes, sure) else "windows"
-        option(rung, copy_plan(facts, spend, rung), facts.bytes - left, 0.0, left / facts.alone)
+        offer(rung, copy_plan(facts, spend, rung), facts.bytes - left, 0.0, left / facts.alone)
     beyond = facts.bytes - sure
     if beyond > 0:
         pace = pace_for(beyond, facts)
-        computing = max(0.0, facts.step - low_usable(facts))
+        computing = max(0.0, facts.step - low(facts.usable))
         # Until the snapshot is over it is carried by both: what is copied beside computation spares the windows.
         carried = min(float(beyond), pace * computing)
         late = expected_left(facts, spend, carried)
         plan = copy_plan(facts, spend, "overlap", outside=pace, left=int(late))
-        option("overlap", plan, facts.bytes - carried - late, carried, late / facts.alone)
+        offer("overlap", plan, facts.bytes - carried - late, carried, late / facts.alone)
     if left > NEGLIGIBLE * facts.bytes:
         plan = copy_plan(facts, spend, "fence", left=int(left))
-        option("fence", plan, facts.bytes - left, 0.0, left / facts.alone)
+        offer("fence", plan, facts.bytes - left, 0.0, left / facts.alone)
         if facts.device_rate > 0 and facts.device_free >= beyond:
             plan = copy_plan(facts, spend, "device", left=int(left))
-            option("device", plan, facts.bytes - left, 0.0, DEVICE_LATENCY + left / facts.device_rate)
+            offer("device", plan, facts.bytes - left, 0.0, DEVICE_LATENCY + left / facts.device_rate)
     return tuple(found)
 
 
-def low_usable(facts: RankFacts) -> float:
-    """Seconds of windows that a step surely has."""
-    return sure_bytes(facts, 1.0) / facts.inside
-
-
-def choose(ranks: Sequence[RankFacts], budget: Budget, costs: SecondCosts, fixed: Interval, now: int = 1) -> Choice:
+def choose(
+    ranks: Sequence[RankFacts],
+    budget: Budget,
+    costs: SecondCosts,
+    fixed: Interval,
+    now: int = 1,
+    keep: Mapping[int, str] | None = None,
+) -> Choice:
     """The fewest steps, and the first rung for each rank that they can afford.
 
-    `now` is the interval in force: a fixed time keeps it where it is a tenth off at most."""
+    Args:
+        now: the interval in force: a fixed time keeps it where it is a tenth off at most.
+        keep: a rung that a rank stays on where it is offered and within the budget, though an earlier one is too.
+    """
     step = max((one.step for one in ranks), default=0.0)
     offered = {one.rank: options(one, costs) for one in ranks}
-    cheapest = {rank: min(one.cost for one in found) for rank, found in offered.items() if found}
+    least = max((min(one.cost for one in found) for found in offered.values()), default=0.0)
     if fixed.auto:
-        interval = max((steps_for(cost, budget.planned, step) for cost in cheapest.values()), default=1)
+        interval = steps_for(least, budget.planned, step)
     elif fixed.seconds and abs(now * step - fixed.seconds) <= 0.1 * fixed.seconds:
         interval = now
     else:
         interval = fixed.fixed_steps(step)
-    affordable = budget.planned * step * interval
+    affordable = budget.planned * step * interval * (1 + 1e-9)
     chosen = {}
     for rank, found in offered.items():
-        if found:
-            within = [one for one in found if one.cost <= affordable * (1 + 1e-9)]
-            chosen[rank] = within[0] if within else min(found, key=_cost)
+        within = [one for one in found if one.cost <= affordable]
+        kept = [one for one in within if keep is not None and one.rung == keep.get(rank)]
+        chosen[rank] = kept[0] if kept else within[0] if within else min(found, key=_cost)
     slowest = max(chosen, key=lambda rank: (chosen[rank].cost, -rank), default=-1)
-    return Choice(interval, chosen, slowest, chosen[slowest].cost if chosen else 0.0, step)
+    return Choice(interval, chosen, slowest, chosen[slowest].cost if chosen else 0.0, least, step)
 
 
 def _cost(option: Option) -> float:
