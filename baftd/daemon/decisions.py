@@ -55,6 +55,7 @@ class Decisions:
     def _take(self, job: JobOnNode, news: CoordinatorInstruction) -> None:
         if isinstance(news, Publish):
             job.apply(job.core.take_view(news.view))
+            job.pacing.look()
             self._waiters.settle(job, self._path(job))
         elif isinstance(news, Committed):
             self._committed(job, news)
@@ -79,8 +80,12 @@ class Decisions:
     def _committed(self, job: JobOnNode, news: Committed) -> None:
         if news.tier == "memory":
             job.counters.add("snapshots")
+            begun = job.training.committed(news.checkpoint.step)
+            if begun is not None:
+                job.spans.add("commit", begun, step=news.checkpoint.step)
             job.log.debug("committed", step=news.checkpoint.step, epoch=news.checkpoint.epoch, tier=news.tier)
         elif self._durable is not None:
+            job.pacing.failures.durable(news.checkpoint.step, self._context.clock())
             self._durable.committed(job, news)
 
     def _path(self, job: JobOnNode) -> str:

@@ -5,13 +5,17 @@ next boundary. When one of them declares another tree all are asked to declare a
 So it is after a restart of the daemon: what it knew is gone, and until somebody declares anew nothing of it is needed,
 for every image says under which plan it was saved. Steps whose ranks had not all come to the newer plan are dead
 (`commit_memory.py`).
+
+The first division takes all ranks for equal. When it is measured how much each can copy in its windows, and what some
+rank saves does not fit into them, the job is divided anew if that makes the fullest rank less full by a tenth or more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -28,8 +32,12 @@ from baftd.wire.messages import ErrorReply
 if TYPE_CHECKING:
     from baftd.checkpoint.division import Division
 
-__all__ = ["Divisions"]
+__all__ = ["Divisions", "fullest"]
 
+BETTER = 0.9
+"""The fullest rank must be this much less full for the ranks to lay out anew."""
+RECONSIDER = 60.0
+"""Seconds from one comparison, or division, to the next."""
 FIRST_WAIT = 1.0
 """Seconds that a rank's first declaration of a tree waits for the other ranks': they pass the same boundary."""
 
@@ -44,6 +52,9 @@ class _Round:
     """Rank -> what it holds, and places of entries that must not be cut."""
     work: asyncio.Future[Division | None] = field(default_factory=asyncio.Future)
     """What comes of it, when all have declared."""
+    looked_at: float = 0.0
+    """When it was last compared with what ranks can copy."""
+    looking: bool = False
 
     @property
     def missing(self) -> list[int]:
@@ -111,6 +122,45 @@ class Divisions:
         plan = job.layouts[client.rank].get("plan", b"")
         return newest is not None and newest[0] == client.token and newest[1] != plan
 
+    def reconsider(self, job: JobOnNode) -> None:
+        """Compare the division in force with what the ranks have been measured to copy; cheap, called at every step."""
+        known = self._rounds.get(job)
+        if known is None or known.looking or not known.work.done() or known.missing or known.token != job.token:
+            return
+        now, division = self._context.clock(), known.work.result()
+        if division is None or now - known.looked_at < RECONSIDER:
+            return
+        known.looked_at = now
+        capacity = job.pacing.capacities(range(known.world))
+        if capacity is None or fullest(division.nbytes, capacity) <= 1:
+            return  # not measured yet; or all fits
+        known.looking = True
+        self._context.tasks.start(self._divide_better(job, known, division, capacity), f"division of {job.name}")
+
+    async def _divide_better(
+        self, job: JobOnNode, known: _Round, division: Division, capacity: Mapping[int, int]
+    ) -> None:
+        """Divide by what ranks can copy; where that is better by a tenth, have all of them declare anew."""
+        try:
+            made = await self._context.workers.urgent(self._work, known, capacity)
+        except BaftError as error:
+            job.log.warning("not_divided", why=str(error), note="the division stays as it is")
+            return
+        finally:
+            known.looking = False
+        before, after = fullest(division.nbytes, capacity), fullest(made.nbytes, capacity)
+        if self._rounds.get(job) is not known or made.plan == division.plan or after > BETTER * before:
+            return
+        known.work = asyncio.get_running_loop().create_future()
+        known.work.set_result(made)
+        known.looked_at = self._context.clock()
+        job.log.info(
+            "divided", plan=made.plan.hex()[:8], bytes=sum(made.nbytes), most=max(made.nbytes),
+            why=f"the fullest rank fills {after:.0%} of its windows, {before:.0%} before",
+        )  # fmt: skip
+        job.counters.add("divided_anew")
+        self._ask(job, known.token, range(known.world))
+
     def _ask(self, job: JobOnNode, token: Token, ranks: Collection[int]) -> None:
         """Have ranks declare anew, as far as they have declared before."""
         for client in job.clients.of_job(job.name):
@@ -119,19 +169,31 @@ class Divisions:
                 self._context.server.send(client.peer, ErrorReply(code="try_again", message=text, field="declare"))
 
     async def _divide(self, job: JobOnNode, known: _Round) -> None:
-        declared = {rank: entries for rank, (entries, _) in known.declared.items()}
-        uncut = {rank: places for rank, (_, places) in known.declared.items()}
-
-        def divide() -> Division:
-            from baftd.checkpoint.division import divide_declared  # numpy: not for a daemon that divides nothing
-
-            return divide_declared(declared, uncut)
-
         made: Division | None = None
         try:
-            made = await self._context.workers.urgent(divide)
+            made = await self._context.workers.urgent(self._work, known, None)
             job.log.info("divided", plan=made.plan.hex()[:8], bytes=sum(made.nbytes), most=max(made.nbytes))
         except BaftError as error:
             job.log.warning("not_divided", why=str(error), note="every rank saves all it holds")
         finally:
+            known.looked_at = self._context.clock()
             known.work.set_result(made)
+
+    @staticmethod
+    def _work(known: _Round, capacity: Mapping[int, int] | None) -> Division:
+        from baftd.checkpoint.division import divide_declared  # numpy: not for a daemon that divides nothing
+
+        declared = {rank: entries for rank, (entries, _) in known.declared.items()}
+        uncut = {rank: places for rank, (_, places) in known.declared.items()}
+        return divide_declared(declared, uncut, capacity)
+
+
+def fullest(nbytes: Sequence[int], capacity: Mapping[int, int]) -> float:
+    """Bytes to save over bytes that can be copied in the windows of a step, of the fullest rank."""
+    return max(
+        (
+            (nbytes[rank] / can if can else math.inf if nbytes[rank] else 0.0)
+            for rank, can in capacity.items()
+        ),
+        default=0.0,
+    )

@@ -11,6 +11,7 @@ from baftd import __version__
 from baftd.checkpoint.facts import JobView, ShardFacts
 from baftd.checkpoint.history import BadSource, History
 from baftd.checkpoint.identity import CheckpointId
+from baftd.daemon.bubbles import bubbles, pacing_status
 from baftd.daemon.clients import ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.durable import DurableWriter
@@ -19,6 +20,8 @@ from baftd.daemon.layouts import describe_layout
 from baftd.errors import BaftError, Degraded, UsageError
 from baftd.storage.interface import DurableCheckpoint, VerifyLine
 from baftd.wire.messages import (
+    BubblesReply,
+    BubblesRequest,
     CheckpointRow,
     ClientStatus,
     JobStatus,
@@ -29,6 +32,8 @@ from baftd.wire.messages import (
     StatusReply,
     StatusRequest,
     Tier,
+    TraceReply,
+    TraceRequest,
     VerifyReply,
     VerifyRequest,
 )
@@ -73,7 +78,11 @@ class Inspector:
         self._durable = durable
         self._started = started
 
-    async def answer(self, peer: Peer, message: StatusRequest | ListRequest | LayoutRequest | VerifyRequest) -> None:
+    async def answer(
+        self,
+        peer: Peer,
+        message: StatusRequest | ListRequest | LayoutRequest | BubblesRequest | TraceRequest | VerifyRequest,
+    ) -> None:
         """Answer one question."""
         if isinstance(message, StatusRequest):
             self._context.server.send(peer, self._status(message))
@@ -82,8 +91,22 @@ class Inspector:
             self._context.server.send(peer, ListReply(id=message.id, rows=rows))
         elif isinstance(message, LayoutRequest):
             self._context.server.send(peer, await describe_layout(self._context, self._jobs, message))
+        elif isinstance(message, BubblesRequest | TraceRequest):
+            self._context.server.send(peer, await self._told(message))
         else:
             self._context.server.send(peer, await self._verify(peer, message))
+
+    async def _told(self, message: BubblesRequest | TraceRequest) -> BubblesReply | TraceReply:
+        """What ranks have told of their steps."""
+        job = self._jobs.get(message.job)
+        if job is None or not job.pacing.ranks:
+            raise UsageError(
+                f"no rank of job {message.job} has declared anything to this daemon on node {self._context.node}.",
+                hint="They do at their first boundary; `baftd status` shows what runs.",
+            )
+        if isinstance(message, BubblesRequest):
+            return await bubbles(job, message)
+        return job.pacing.traces.reply(message, self._context.node, job.core.history.epoch, job.spans)
 
     async def known(self) -> set[str]:
         """Jobs that have left a trace: in memory, in the history, in the durable tier."""
@@ -155,6 +178,7 @@ class Inspector:
             durable_failure=self._durable.last_failure.get(job.name, "")[:4000] if self._durable is not None else "",
             held_ms_median=statistics.median(held) if held else 0.0,
             slot_bytes=job.files.usage(),
+            pacing=pacing_status(job),
         )
 
     # ------------------------------------------------------------------ list

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from baftd.checkpoint.orders import (
 from baftd.checkpoint.slots import SlotState, table_records
 from baftd.daemon.clients import Client, ClientTable
 from baftd.daemon.context import Context
+from baftd.daemon.pacing import JobPacing
 from baftd.daemon.rendezvous import Pace, Rendezvous
 from baftd.daemon.slot_files import SlotFiles
 from baftd.errors import BaftError, Degraded, FormatError, Unreachable
@@ -101,6 +103,21 @@ class Training:
     held_ms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     last_skip: str = ""
     reasons: dict[int, str] = field(default_factory=dict)
+    sealing: dict[int, int] = field(default_factory=dict)
+    """Steps that are not committed yet -> when the first rank of this node sealed them, ns of CLOCK_MONOTONIC."""
+
+    def sealed(self, step: int) -> None:
+        """A rank has sealed its snapshot of a step."""
+        if step not in self.sealing:
+            self.sealing[step] = time.monotonic_ns()
+            for old in sorted(self.sealing)[:-64]:
+                del self.sealing[old]
+
+    def committed(self, step: int) -> int | None:
+        """The step is committed: when its first seal was; None: it is not known."""
+        began = self.sealing.get(step)
+        self.sealing = {later: when for later, when in self.sealing.items() if later > step}
+        return began
 
     def skipped(self, rank: int, step: int, reason: str) -> bool:
         """Note a skip; whether the rank's last one had the same reason."""
@@ -158,6 +175,7 @@ class JobOnNode:
         self.pinned = False
         """An operator's restore is at work: nothing of the job may be swept."""
         self.closed = False
+        self.pacing = JobPacing(self)
         self._trees: tuple[bytes, ...] = ()
         self._generation = 0
         self._journal_broken = False
@@ -532,6 +550,7 @@ class JobOnNode:
     def close(self) -> None:
         """Close files; slots and journal stay where they are."""
         self.closed = True
+        self.pacing.close()
         for stop in self.orphans.values():
             stop()
         self.orphans.clear()

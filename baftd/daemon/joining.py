@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 from baftd import __version__
@@ -157,6 +158,7 @@ class Joining:
         if not self._trainer.declare_again(job, client):
             text = f"the layout of rank {client.rank} is not known here any more."
             send(client.peer, ErrorReply(code="usage", message=text, field="declare"))
+        job.pacing.greeted(client)
 
     # ------------------------------------------------------------------ rendezvous
 
@@ -261,7 +263,7 @@ class Joining:
             self.check(job)
 
     async def _restore_now(self, job: JobOnNode, completed: Completed) -> None:
-        started = self._context.clock()
+        started, begun = self._context.clock(), time.monotonic_ns()
         self._drop_loading(job)
         world, reshard = completed.world, completed.reshard
         token, plan = await self._restorer.open(
@@ -274,6 +276,8 @@ class Joining:
 
         brought = await self._restorer.bring(job, token, plan, world, told, reshard=reshard)
         seconds = self._context.clock() - started
+        nbytes = sum(image.length for image in brought.images.values())
+        job.spans.add("restore", begun, step=brought.plan.step, bytes=nbytes)
         loading = _Loading(token, world, brought)
         loading.timer = asyncio.get_running_loop().call_later(LOAD_TIMEOUT, self._too_slow, job, loading)
         self._loading[job.name] = loading

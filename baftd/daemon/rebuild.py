@@ -113,6 +113,7 @@ def _is_sane(record: Record) -> bool:
             int(record["rank"]), int(record["world"]), bytes(record["tree"]), [int(slot) for slot in record["slots"]]
             [int(stage) for stage in record.get("stages", ())]
             {str(axis): int(place) for axis, place in record.get("axes", {}).items()}
+            int(record["capacity"]), int(record.get("stable", 0)), int(record.get("held", 0))
             return isinstance(record["token"], list)
         if kind in ("grant", "verified", "free"):
             rebuild_table(NodeJob.table_class(int(record["rank"])), [record], {})

@@ -48,6 +48,7 @@ from baftd.wire.codec import error_reply
 from baftd.wire.messages import (
     Ack,
     Begin,
+    BubblesRequest,
     Declare,
     ErrorReply,
     Finish,
@@ -65,6 +66,8 @@ from baftd.wire.messages import (
     Skip,
     StatusRequest,
     StopRequest,
+    Timings,
+    TraceRequest,
     VerifyRequest,
 )
 from baftd.wire.server import Incoming, Peer, Server
@@ -267,7 +270,7 @@ class Service:
         self.context.counters.add("messages")
         peer, message = incoming.peer, incoming.message
         handler = self._handler(peer, message)
-        if isinstance(message, Begin | Seal | Skip | Resume | Leave):
+        if isinstance(message, Begin | Seal | Skip | Timings | Resume | Leave):
             await self._guard(peer, message, handler)
         else:
             self.context.tasks.start(self._guard(peer, message, handler), f"{type(message).__name__} of {peer.pid}")
@@ -275,7 +278,8 @@ class Service:
     def _handler(self, peer: Peer, message: Request) -> Callable[[], Awaitable[None]]:
         if isinstance(message, Hello):
             return lambda: self._hello(peer, message)
-        if isinstance(message, StatusRequest | ListRequest | LayoutRequest | VerifyRequest):
+        asked = StatusRequest | ListRequest | LayoutRequest | VerifyRequest | BubblesRequest | TraceRequest
+        if isinstance(message, asked):
             return lambda: self.inspector.answer(peer, message)
         if isinstance(message, RestoreRequest):
             return lambda: self.operator.restore(peer, message)
@@ -328,6 +332,8 @@ class Service:
             self.trainer.seal(job, client, message)
         elif isinstance(message, Skip):
             self.trainer.skip(job, client, message)
+        elif isinstance(message, Timings):
+            self.trainer.timings(job, client, message)
         elif isinstance(message, Save):
             await self.trainer.save(job, client, message)
         elif isinstance(message, Finish):
@@ -355,6 +361,7 @@ class Service:
                 self.jobs[name] = job
                 # What was published between the join and now went to nobody.
                 job.apply(job.core.take_view(await self.context.coordinator.view(name)))
+                job.pacing.look()
             return job
 
     def release(self, job: JobOnNode) -> None:
@@ -374,6 +381,7 @@ class Service:
             return
         job.counters.add("lost_ranks")
         job.log.warning("rank_died", rank=client.rank, pid=client.pid, step=client.step)
+        job.pacing.lost(client)
         try:
             job.client_died(client)
         finally:

@@ -15,6 +15,7 @@ from baftd.daemon.clients import Client
 from baftd.daemon.context import Context
 from baftd.daemon.division import Divisions
 from baftd.daemon.job import JobOnNode, wire_cadence, wire_token
+from baftd.daemon.said_schedules import schedule_record, schedule_said
 from baftd.daemon.waiting import Waiters
 from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
 from baftd.memory import preflight
@@ -32,10 +33,12 @@ from baftd.wire.messages import (
     Grant,
     Leave,
     Save,
+    ScheduleSaid,
     Seal,
     Share,
     Skip,
     SlotPlace,
+    Timings,
     WireToken,
 )
 
@@ -67,6 +70,9 @@ def layout_record(
     slots: Iterable[int],
     stages: Iterable[int] = (),
     coordinates: Mapping[str, int] = MappingProxyType({}),
+    *,
+    held: int = 0,
+    schedule: ScheduleSaid | None = None,
 ) -> Record:
     """The journal's record of a declared layout: what a daemon that was restarted needs to go on granting, and to say
     who holds what (the tensors stand in the headers of the slots' images)."""
@@ -81,7 +87,12 @@ def layout_record(
         "slots": list(slots),
         "stages": list(stages),
         "axes": dict(coordinates),
+        "stable": sum(one.nbytes for one in layout.placements if one.entry.kind == "stable"),
     }
+    if held:
+        record["held"] = held
+    if schedule is not None:
+        record["schedule"] = schedule_record(schedule)
     if layout.plan:
         record["plan"] = layout.plan
     return record
@@ -158,7 +169,11 @@ class Trainer:
                         raise
                     slots, fresh = await workers.urgent(self._lay_out, *order)
         self.admit(job, client, message.token, message.rank)  # a newer start may have come in the meantime
-        record = layout_record(client, token, layout, slots, message.stages, message.coordinates)
+        record = layout_record(
+            client, token, layout, slots, message.stages, message.coordinates,
+            held=sum(entry.nbytes for entry in held if entry.kind == "stable") if plan else 0,
+            schedule=message.schedule,
+        )  # fmt: skip
         job.remember_layout(client.rank, record)
         self._divisions.tell(job, token, plan)
         grants: list[Grant] = []
@@ -173,6 +188,7 @@ class Trainer:
             keep_grants=grants,
         )
         client.state = "training"
+        self._pace(job, client.rank, record)
         capacity = file_size(layout.capacity) - IMAGE_OFFSET
         reply = Declared(
             id=message.id,
@@ -214,7 +230,25 @@ class Trainer:
                 client.rank, writer, client.token, world=client.world, tree_digest=record["tree"], slots=slots
             )
         )
+        self._pace(job, client.rank, record)
         return True
+
+    def _pace(self, job: JobOnNode, rank: int, record: Record) -> None:
+        """Plan for a rank what it has declared."""
+        try:
+            said = schedule_said(record.get("schedule"))
+        except FormatError as error:  # of a damaged journal
+            job.log.warning("schedule_not_known", rank=rank, why=str(error))
+            said = None
+        capacity = int(record["capacity"])
+        job.pacing.declared(
+            rank,
+            token_from(record["token"]),
+            nbytes=int(record.get("stable", capacity)),
+            most=capacity,
+            held_bytes=int(record.get("held", 0)),
+            said=said,
+        )
 
     def cadence(self, job: JobOnNode, token: WireToken) -> Cadence:
         """Which steps are snapshot, as the job's coordinator has decided."""
@@ -306,6 +340,7 @@ class Trainer:
             raise VerificationFailed(str(error)) from error
         job.counters.add("sealed")
         job.training.held_ms.append(message.held_ms)
+        job.training.sealed(message.step)
         job.log.debug("sealed", rank=rank, step=message.step, bytes=shard.image_length, held_ms=message.held_ms)
         job.apply(job.core.seal(rank, writer, shard, slot, generation, digested=digested))
         job.mark_verified(rank, slot, generation)
@@ -324,6 +359,16 @@ class Trainer:
             job.core.skip(client.rank, writer, token, message.step, message.reason, message.slot, message.generation)
         )
         self.admit(job, client, message.token, message.rank)
+
+    def timings(self, job: JobOnNode, client: Client, message: Timings) -> None:
+        """What a rank did between two boundaries."""
+        token = self.admit(job, client, message.token, message.rank)
+        try:
+            job.pacing.timings(client, token, message)
+        except FormatError:
+            job.counters.add("timings_refused")
+            raise
+        self._divisions.reconsider(job)
 
     def _passed(self, job: JobOnNode, client: Client, step: int) -> None:
         client.step = max(client.step, step)

@@ -31,6 +31,7 @@ JOB_COUNTERS: Mapping[str, str] = {
     "probes": "steps left without a snapshot to measure what snapshots cost",
     "intervals_lengthened": "changes of the job's interval to more steps",
     "intervals_shortened": "changes of the job's interval to fewer steps",
+    "divided_anew": "divisions of replicated ranges that were replaced by a better one",
     "copy_plans": "copy plans made for ranks of this node",
     "overruns": "windows that closed before their share was copied",
     "fence_waits": "steps of ranks whose fence waited for bytes that were not copied yet",

@@ -1,0 +1,480 @@
+"""The planning loop of a job on this node: timings of its ranks in, copy plans and an interval out.
+
+The policy is `baftd.pipeline.governor`, which knows no clock; here is what feeds it and carries out what it decides:
+
+    Declare, Timings  ->  bounds checked, events thinned out  ->  Governor.add     at every step of every rank
+    a timer           ->  Governor.decide                     ->  CopyPlan to ranks, proposal to the coordinator
+
+What a rank says of itself is bounded before it counts, and changes nothing but the plans of its own job. Of a fast job
+events are looked at for some steps a second only (the same steps of all ranks), its scalars for every step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from baftd.checkpoint.facts import CadenceProposal, JobView, is_probe
+from baftd.checkpoint.identity import Token
+from baftd.daemon.failures import Failures
+from baftd.daemon.said_schedules import schedules_of
+from baftd.daemon.trace_store import TraceStore
+from baftd.errors import BaftError, FormatError
+from baftd.pipeline.events import EVENT_BYTES
+from baftd.pipeline.governor import Decision, Governor, RankSetup, StepRecord
+from baftd.pipeline.interval import Interval
+from baftd.wire.messages import CopyPlan, RankStep, ScheduleSaid, Timings, WireToken
+
+if TYPE_CHECKING:
+    from baftd.daemon.clients import Client
+    from baftd.daemon.job import JobOnNode
+
+__all__ = ["JobPacing"]
+
+DECIDE_EVERY = 1.0
+"""Seconds between two decisions; a tenth of it for the first steps of a job."""
+LOOKED_AT_FIRST = 8
+"""Steps of a job whose events are all looked at."""
+LOOKED_AT = 4.0
+"""Steps a second whose events are looked at afterwards: those with a snapshot, and as many without."""
+MOST_STEPS_AHEAD = 1 << 20
+"""By which a rank's step may be beyond the newest one known of the job."""
+LONGEST_PERIOD = 7 * 86400 * 10**9
+"""ns of one step."""
+SLACK = 10**9
+"""ns by which what a rank says may differ from what this process sees."""
+RESEND_PLAN = 4
+"""Steps after which a plan that a rank does not follow is sent again."""
+MOST_GENERATION = 1 << 48
+
+
+@dataclass
+class _Rank:
+    """What is remembered of a rank beside its profile."""
+
+    setup: RankSetup
+    said: ScheduleSaid | None
+    largest: int
+    """Bytes of the largest snapshot that it has declared."""
+    newest: int = -1
+    """Of its steps."""
+    generation: int = 0
+    plan: CopyPlan | None = None
+    sent_at: int = -1
+    """Newest step of the rank when its plan was sent."""
+
+
+@dataclass
+class _Thinning:
+    """Which steps' events are looked at: the same of all ranks, a few a second, copied and others each for themselves.
+    """
+
+    chosen: OrderedDict[int, bool] = field(default_factory=OrderedDict)
+    steps: int = 0
+    due: dict[bool, float] = field(default_factory=dict)
+
+    def wants(self, step: int, copied: bool, now: float) -> bool:
+        """Whether the events of a step count."""
+        known = self.chosen.get(step)
+        if known is not None:
+            return known
+        self.steps += 1
+        wanted = self.steps <= LOOKED_AT_FIRST or now >= self.due.get(copied, 0.0)
+        if wanted:
+            self.due[copied] = now + 1.0 / LOOKED_AT
+        self.chosen[step] = wanted
+        while len(self.chosen) > 64:
+            self.chosen.popitem(last=False)
+        return wanted
+
+
+class JobPacing:
+    """See the module's docstring. One job; belongs to the event loop."""
+
+    def __init__(self, job: JobOnNode) -> None:
+        settings = job.context.settings
+        self._job = job
+        self._clock = job.context.clock
+        self._budget = settings.overhead_budget
+        interval = settings.interval
+        self._fixed = Interval() if interval is None else Interval(interval.steps, interval.seconds)
+        self._probe = settings.overhead_probe if interval is None else 0
+        self.traces = TraceStore()
+        self.failures = Failures(job)
+        self.governor = self._new_governor()
+        self._ranks: dict[int, _Rank] = {}
+        self._token: Token | None = None
+        self._thinning = _Thinning()
+        self._newest = -1
+        """Newest step that any rank has told of."""
+        self._view: JobView | None = None
+        self._proposed: tuple[str, Token, int, int] | None = None
+        self._proposing = False
+        self._unlearnt = self._learning = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    def _new_governor(self) -> Governor:
+        return Governor(self._fixed, self._budget, self._probe)
+
+    # ------------------------------------------------------------------ what ranks are
+
+    def declared(
+        self,
+        rank: int,
+        token: Token,
+        *,
+        nbytes: int,
+        most: int,
+        held_bytes: int = 0,
+        said: ScheduleSaid | None = None,
+    ) -> None:
+        """A rank has declared what it saves: `nbytes` copied in windows, `most` in all, and `held_bytes` if nothing
+        were divided (0: nothing is).
+
+        A plan for it is made at once, as far as its schedule foretells its windows."""
+        self._begin(token)
+        known = self._ranks.get(rank)
+        schedule = known.setup.schedule if known is not None and known.said == said else None
+        setup = RankSetup(
+            rank=rank,
+            nbytes=nbytes,
+            held_bytes=held_bytes,
+            schedule=schedule,
+            place=said.place if said is not None else 0,
+        )
+        if known is None:
+            self._ranks[rank] = _Rank(setup, said, most)
+        else:
+            known.setup, known.said, known.largest = setup, said, max(known.largest, most)
+        self.governor.declare(setup)
+        if said is not None and schedule is None:
+            self._unlearnt = True
+            if not self._learning:
+                self._learning = True
+                self._job.context.tasks.start(self._learn_schedules(), f"schedules of {self._job.name}")
+        self._decide()
+
+    async def _learn_schedules(self) -> None:
+        """Put the pipelines' schedules together from what all ranks have said so far."""
+        try:
+            while self._unlearnt and not self._closed:
+                self._unlearnt = False
+                token, said = self._token, self._said()
+                found = await self._job.context.workers.urgent(schedules_of, said)
+                if self._closed or token != self._token:
+                    continue
+                for rank, (schedule, problem) in found.items():
+                    one = self._ranks.get(rank)
+                    if one is None or one.said != said[rank]:
+                        continue
+                    if problem:
+                        self._job.log.warning("schedule_not_known", rank=rank, why=problem)
+                    if schedule != one.setup.schedule:
+                        one.setup = replace(one.setup, schedule=schedule)
+                        self.governor.declare(one.setup)
+                self._decide()
+        finally:
+            self._learning = False
+
+    def _said(self) -> dict[int, ScheduleSaid]:
+        return {rank: one.said for rank, one in self._ranks.items() if one.said is not None}
+
+    def _begin(self, token: Token) -> None:
+        """Forget what belonged to another start: its ranks, their steps and plans."""
+        if token == self._token:
+            return
+        self._token = token
+        generations = {rank: one.generation for rank, one in self._ranks.items()}
+        self._ranks.clear()
+        self.traces.forget()
+        self.governor = self._new_governor()
+        self._thinning = _Thinning()
+        self._newest = -1
+        self._proposed = None
+        if generations:
+            self._job.log.debug("pacing_begins_anew", epoch=token.epoch)
+        if self._view is not None:
+            self._tell_governor(self._view)
+
+    def setup(self, rank: int) -> RankSetup | None:
+        """What a rank has declared; None: nothing in this start of the job."""
+        known = self._ranks.get(rank)
+        return known.setup if known is not None else None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What holds; None: nothing was decided yet."""
+        return self.governor.decision
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks of this node that have declared."""
+        return sorted(self._ranks)
+
+    def capacities(self, ranks: Iterable[int]) -> dict[int, int] | None:
+        """Bytes that each of these ranks can copy in the windows of a step; None: of one of them it is not known."""
+        found: dict[int, int] = {}
+        for rank in ranks:
+            can = self.governor.capacity(rank) if rank in self._ranks else None
+            if can is None:
+                return None
+            found[rank] = can
+        return found
+
+    @property
+    def newest(self) -> int:
+        """Newest step that a rank of this node has told of; -1: none."""
+        return self._newest
+
+    def greeted(self, client: Client) -> None:
+        """A rank has come back over another connection: what was sent over the old one may be lost."""
+        known = self._ranks.get(client.rank)
+        if known is not None and known.plan is not None and client.token == self._token:
+            self._job.context.server.send(client.peer, known.plan)
+
+    # ------------------------------------------------------------------ every step
+
+    def timings(self, client: Client, token: Token, message: Timings) -> None:
+        """What a rank did in a step. Raises FormatError for what cannot be; then nothing has changed."""
+        rank = self._ranks.get(client.rank)
+        if rank is None or token != self._token:
+            return  # it has declared nothing since the daemon began: nothing can be planned for it
+        job, step = self._job, message.step
+        if step <= rank.newest:
+            return  # said again
+        self._check(rank, message)
+        now = self._clock()
+        first = step > self._newest
+        looked_at = self._thinning.wants(step, message.copied, now)
+        self.governor.add(
+            StepRecord(
+                rank=client.rank,
+                step=step,
+                begun=message.begun,
+                period=message.period,
+                events=message.events if looked_at else b"",
+                plan=message.plan,
+                copied=message.copied,
+                in_windows=message.in_windows,
+                outside=message.outside,
+                at_fence=message.at_fence,
+                fence_ns=message.fence_ns,
+                held_ns=message.held_ns,
+                overruns=message.overruns,
+            )
+        )
+        rank.newest = step
+        self.traces.add(
+            RankStep(
+                rank=client.rank,
+                step=step,
+                begun=message.begun,
+                period=message.period,
+                events=message.events,
+                plan=message.plan,
+                copied=message.copied,
+            )
+        )
+        self._count(message)
+        client.step = max(client.step, step + 1)
+        if first:
+            self._newest = step
+            job.pace.boundary(step + 1, now)
+            self.failures.trained(message.period * 1e-9)
+            if not message.copied:
+                self._count_left_out(step)
+        if rank.generation and message.plan != rank.generation:
+            self._follow(client, rank, message.plan)
+        if self._timer is None:
+            delay = DECIDE_EVERY if self._thinning.steps > 2 * LOOKED_AT_FIRST else DECIDE_EVERY / 10
+            self._timer = asyncio.get_running_loop().call_later(delay, self._decide_on_time)
+
+    def _check(self, rank: _Rank, message: Timings) -> None:
+        """Raise FormatError for numbers that cannot be."""
+        say = f"rank {message.rank}, step {message.step}: "
+        if len(message.events) % EVENT_BYTES:
+            raise FormatError(f"{say}{len(message.events)} bytes of events are no multiple of {EVENT_BYTES}.")
+        known = max(rank.newest, self._newest, self._job.core.history.highest_step)
+        if message.step > known + MOST_STEPS_AHEAD:
+            raise FormatError(f"{say}the job was at step {known} last.")
+        if not 0 < message.period <= LONGEST_PERIOD:
+            raise FormatError(f"{say}a period of {message.period} ns.")
+        most = message.period + SLACK
+        if message.fence_ns > most or message.held_ns > most:
+            held = max(message.fence_ns, message.held_ns)
+            raise FormatError(f"{say}held for {held} ns in a period of {message.period} ns.")
+        copied = message.in_windows + message.outside + message.at_fence
+        if copied > rank.largest:
+            raise FormatError(f"{say}{copied} bytes copied of a snapshot of {rank.largest}.")
+        if message.plan > MOST_GENERATION:
+            raise FormatError(f"{say}a copy plan of generation {message.plan}.")
+
+    def _count(self, message: Timings) -> None:
+        add = self._job.counters.add
+        add("timings")
+        if message.lost:
+            add("events_lost", message.lost)
+        if message.overruns:
+            add("overruns", message.overruns)
+        if message.fence_ns:
+            add("fence_waits")
+        if message.in_windows:
+            add("bytes_in_windows", message.in_windows)
+        if message.outside:
+            add("bytes_outside", message.outside)
+        if message.at_fence:
+            add("bytes_at_fence", message.at_fence)
+
+    def _count_left_out(self, step: int) -> None:
+        """The job has passed a step without a snapshot: by the cadence, or because something went wrong (that is
+        counted and logged as a skip)."""
+        view = self._view
+        if view is None:
+            return
+        cadence = view.cadence.at(step)
+        if step % cadence.every:
+            self._job.counters.add("left_out")
+        elif is_probe(step, cadence.probe):
+            self._job.counters.add("probes")
+
+    def _follow(self, client: Client, rank: _Rank, plan: int) -> None:
+        """The rank has another plan in force than the one that it was sent."""
+        if plan > rank.generation:
+            # It was sent by this daemon's predecessor: ours must be newer to count.
+            self._send(client.rank, rank, plan + 1)
+        elif rank.newest >= rank.sent_at + RESEND_PLAN:
+            self._send(client.rank, rank, rank.generation)
+
+    # ------------------------------------------------------------------ deciding
+
+    def _decide_on_time(self) -> None:
+        self._timer = None
+        if not self._closed:
+            self._decide()
+
+    def _decide(self) -> None:
+        """Ask the governor, send what is new."""
+        self.look()
+        decision = self.governor.decide()
+        if decision is not None:
+            for number in decision.changed:
+                self._plan(number, decision)
+            self._job.log.debug(
+                "paced", rung=decision.rung, interval=decision.interval, slowest=decision.slowest,
+                expected=f"{decision.expected:.5f}", why=decision.why,
+            )  # fmt: skip
+        self._propose()
+
+    def _plan(self, number: int, decision: Decision) -> None:
+        plan, rank = decision.plans.get(number), self._ranks.get(number)
+        if plan is None or rank is None or self._token is None:
+            return
+        token = WireToken(self._token.epoch, self._token.incarnation)
+        rank.plan = CopyPlan(
+            token=token,
+            rank=number,
+            generation=0,
+            rung=plan.rung,
+            windows=list(plan.windows),
+            further=plan.further,
+            outside=plan.outside,
+            timed=list(plan.timed),
+            why=(plan.why or decision.why)[:4000],
+        )
+        self._job.counters.add("copy_plans")
+        self._send(number, rank, rank.generation + 1)
+
+    def _send(self, number: int, rank: _Rank, generation: int) -> None:
+        """Send the rank's plan under a generation, and remember it for one that is away."""
+        if rank.plan is None:
+            return
+        rank.generation = rank.plan.generation = generation
+        rank.sent_at = rank.newest
+        for client in self._job.clients.of_job(self._job.name):
+            if client.rank == number and client.alive and client.token == self._token:
+                self._job.context.server.send(client.peer, rank.plan)
+
+    # ------------------------------------------------------------------ the interval
+
+    def _propose(self) -> None:
+        """Tell the coordinator what this node needs, where it has not been told."""
+        wanted, view = self.governor.decision, self._view
+        if wanted is None or view is None or self._token is None or self._token != view.token or self._proposing:
+            return
+        if self._fixed.steps or not wanted.step_seconds:
+            return  # the user's word holds; or nothing was measured, and what held before goes on
+        proposal = (view.store, self._token, wanted.interval, wanted.probe)
+        if proposal == self._proposed:
+            return
+        self._proposing = True
+        said = CadenceProposal(
+            node=self._job.context.node,
+            every=wanted.interval,
+            probe=wanted.probe,
+            rank=wanted.slowest,
+            why=wanted.why,
+            step=max(0, self._newest + 1),
+            step_seconds=wanted.step_seconds,
+        )
+        name = f"interval of {self._job.name}"
+        self._job.context.tasks.start(self._say_interval(said, self._token, proposal), name)
+
+    async def _say_interval(
+        self, said: CadenceProposal, token: Token, proposal: tuple[str, Token, int, int]
+    ) -> None:
+        try:
+            await self._job.context.coordinator.propose(self._job.name, token, said)
+            self._proposed = proposal
+        except BaftError as error:  # away, or a newer start: it is said again with the next decision
+            self._job.log.debug("interval_not_said", why=str(error))
+        finally:
+            self._proposing = False
+
+    def look(self) -> None:
+        """Take what the coordinator has published of the job."""
+        view, before = self._job.view, self._view
+        if view is None or view is before:
+            return
+        self._view = view
+        self.failures.viewed(view, self._clock())
+        if before is None or before.cadence != view.cadence:
+            self._tell_governor(view)
+        if before is None or before.cadence == view.cadence:
+            return
+        cadence, by = view.cadence, view.cadence_by
+        longer = cadence.every > before.cadence.every
+        if cadence.every != before.cadence.every:
+            self._job.counters.add("intervals_lengthened" if longer else "intervals_shortened")
+        say = self._job.log.warning if longer else self._job.log.info
+        say(
+            "interval", every=cadence.every, before=before.cadence.every, probe=cadence.probe,
+            from_step=cadence.from_step, node=by.node if by is not None else None,
+            slowest=by.rank if by is not None else None, why=by.why if by is not None else "as the settings say",
+        )  # fmt: skip
+
+    def _tell_governor(self, view: JobView) -> None:
+        cadence = view.cadence
+        self.governor.cadence(cadence.every, cadence.probe, cadence.from_step)
+
+    @property
+    def view(self) -> JobView | None:
+        """The coordinator's last word."""
+        return self._view
+
+    # ------------------------------------------------------------------ the end
+
+    def lost(self, client: Client) -> None:
+        """A process of the job has died."""
+        if client.token is not None and client.token == self._token:
+            self.failures.died(client.token.epoch)
+
+    def close(self) -> None:
+        """No timer is left."""
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
