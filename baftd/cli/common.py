@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from baftd.cli.render import complain, printable
-from baftd.errors import BaftError, ProtocolError
+from baftd.errors import BaftError, ProtocolError, UsageError
 
 if TYPE_CHECKING:
     from baftd.settings import Settings
@@ -24,6 +24,7 @@ __all__ = [
     "ask",
     "connect",
     "job_name",
+    "only_job",
     "positive",
     "print_error",
     "print_json",
@@ -117,6 +118,18 @@ def ask(connection: Connection, message: Any, kind: type[R], *, timeout: float =
             hint="Do daemon and command have the same version? `baftd doctor` compares them.",
         )
     return reply
+
+
+def only_job(connection: Connection) -> str:
+    """The one job of this node. Raises `UsageError` where there are several, `BaftError` where there is none."""
+    from baftd.wire.messages import StatusReply, StatusRequest
+
+    jobs = [job.job for job in ask(connection, StatusRequest(job=None), StatusReply).jobs]
+    if not jobs:
+        raise BaftError("no job runs on this node.", hint="`baftd list` shows the checkpoints that there are.")
+    if len(jobs) > 1:
+        raise UsageError(f"there are several jobs on this node: {', '.join(jobs)}.", hint="Name one with --job.")
+    return jobs[0]
 
 
 class ProgressLine:

@@ -1,4 +1,5 @@
-"""Show everything that is known of one step: tiers, parts, where it lies, why it is not offered; and its tensors."""
+"""Show everything that is known of one step: tiers, parts, where it lies, why it is not offered; and its tensors. With
+--bubbles: the gaps of a running job's ranks, predicted and measured, and what is copied in them."""
 
 from __future__ import annotations
 
@@ -26,10 +27,11 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `baftd show`."""
-    parser.add_argument("step", type=step_number, metavar="STEP")
+    parser.add_argument("step", type=step_number, metavar="STEP", nargs="?", help="[with --bubbles none]")
     parser.add_argument("--job", type=job_name, help="[the only one]")
     parser.add_argument("--epoch", type=step_number, help="only this epoch (step numbers repeat after a rollback)")
     parser.add_argument("--tensors", action="store_true", help="list the tensors of its durable shards")
+    parser.add_argument("--bubbles", action="store_true", help="predicted and measured gaps of a running job")
     add_json(parser)
     add_settings(parser, ["run_dir"])
 
@@ -38,6 +40,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon for the list and print what it says of this step."""
     from baftd.wire.messages import ListReply, ListRequest
 
+    if arguments.bubbles:
+        from baftd.cli.bubbles import show_bubbles
+
+        if arguments.step is not None or arguments.epoch is not None or arguments.tensors:
+            raise UsageError(
+                "the bubbles of a job are those of its newest steps: --bubbles goes with no step, epoch or tensors.",
+                hint="`baftd trace --steps A:B -o t.json` shows single steps.",
+            )
+        return show_bubbles(arguments)
+    if arguments.step is None:
+        raise UsageError("STEP is missing.", hint="`baftd list` shows which there are; `baftd show --bubbles` needs none.")
     settings = settings_of(arguments)
     with connect(settings) as connection:
         reply = ask(connection, ListRequest(job=arguments.job), ListReply)

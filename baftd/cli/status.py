@@ -18,6 +18,7 @@ from baftd.cli.common import (
     print_json,
     settings_of,
 )
+from baftd.cli.pacing_text import pacing_lines
 from baftd.cli.render import age, print_table, say, size
 
 if TYPE_CHECKING:
@@ -88,6 +89,9 @@ def _print_job(job: JobStatus) -> None:
         say("  " + ", ".join(f"{name} {count}" for name, count in counters.items()))
     if job.held_ms_median:
         say(f"  training threads held {job.held_ms_median:.2f} ms a snapshot (median)")
+    if job.pacing is not None:
+        for line in pacing_lines(job.pacing):
+            say(f"  {line}")
     if job.last_skip:
         say(f"  last skip: {job.last_skip}")
     if job.durable_failure:

@@ -6,11 +6,10 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baftd.cli.common import add_json, add_settings, ask, connect, job_name, print_json, settings_of
+from baftd.cli.common import add_json, add_settings, ask, connect, job_name, only_job, print_json, settings_of
 from baftd.cli.render import say, size
 from baftd.errors import BaftError, UsageError
 
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(settings) as connection:
         reply = _ask(connection, arguments.job or only_job(connection), first, last)
     if not reply.steps:
-        raise BaftError(*_nothing(reply, first, last))
+        raise _nothing(reply, first, last)
     from baftd.telemetry.chrome_trace import chrome_trace
 
     document = chrome_trace(reply.job, [_node(reply)])
@@ -80,35 +79,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def only_job(connection: Connection) -> str:
-    """The one job of this node. Raises `UsageError` where there are several, `BaftError` where there is none."""
-    from baftd.wire.messages import StatusReply, StatusRequest
-
-    jobs = [job.job for job in ask(connection, StatusRequest(job=None), StatusReply).jobs]
-    if not jobs:
-        raise BaftError("no job runs on this node.", hint="`baftd list` shows the checkpoints that there are.")
-    if len(jobs) > 1:
-        raise UsageError(f"there are several jobs on this node: {', '.join(jobs)}.", hint="Name one with --job.")
-    return jobs[0]
-
-
 def _ask(connection: Connection, job: str, first: int, last: int) -> TraceReply:
     from baftd.wire.messages import TraceReply, TraceRequest
 
     return ask(connection, TraceRequest(job=job, first=first, last=last), TraceReply)
 
 
-def _nothing(reply: TraceReply, first: int, last: int) -> tuple[str, str]:
+def _nothing(reply: TraceReply, first: int, last: int) -> BaftError:
     """What is wrong, and what to do, where no step was found."""
     if reply.kept == (0, 0):
-        return (
+        return BaftError(
             f"no rank of job {reply.job} on {reply.node} has told what it did in a step.",
-            "Timings come with every step of a process that is attached; `baftd status` shows which are.",
+            hint="Timings come with every step of a process that is attached; `baftd status` shows which are.",
         )
-    asked = f"step {first}" if first == last else f"steps {first} to {'the newest' if last == _MOST_STEP else last}"
-    return (
-        f"of job {reply.job} {asked} are not kept on {reply.node}: there are {reply.kept[0]} to {reply.kept[1]}.",
-        "Only the newest steps are kept.",
+    asked = f"step {first} is" if first == last else f"steps {first} to {last} are"
+    if last == _MOST_STEP:
+        asked = f"steps from {first} on are"
+    return BaftError(
+        f"job {reply.job}: {asked} not kept on {reply.node}; steps {reply.kept[0]} to {reply.kept[1]} are.",
+        hint="Only the newest steps are kept.",
     )
 
 
@@ -127,24 +116,15 @@ def _node(reply: TraceReply) -> NodeTrace:
 
 def _write(path: Path, text: str) -> Path:
     """Write all or nothing. Raises `BaftError`."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as stream:
-            try:
+        try:
+            with open(new, "x", encoding="utf-8") as stream:
                 stream.write(text)
-                stream.flush()
-                os.fchmod(stream.fileno(), 0o666 & ~_umask())
-                os.replace(stream.name, path)
-            except BaseException:
-                os.unlink(stream.name)
-                raise
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise BaftError(f"{path} cannot be written: {error.strerror}.") from error
     return path
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -17,7 +17,7 @@ class AnsweringServer:
 
     def __init__(self, socket_path: Path, answers: Mapping[type, Sequence[Any]]) -> None:
         self._path = socket_path
-        self._answers = answers
+        self.answers = dict(answers)
         self._bound = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -62,6 +62,6 @@ class AnsweringServer:
         while True:
             incoming = await server.recv()
             self.received.append(incoming.message)
-            for reply in self._answers[type(incoming.message)]:
+            for reply in self.answers[type(incoming.message)]:
                 reply.id = incoming.message.id
                 server.send(incoming.peer, reply)
