@@ -73,6 +73,8 @@ class StepRecord(NamedTuple):
     fence_ns: int = 0
     held_ns: int = 0
     overruns: int = 0
+    apart: bool = False
+    """The loop did something else: the period says nothing about training."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,7 @@ class Governor:
 
     def add(self, record: StepRecord) -> None:
         """Take in one period. Raises FormatError for a period or events that cannot be, before anything is changed; a
-        period of an unknown rank, or of a step that is not newer, is ignored; other numbers that cannot be are clipped
+        period of an unknown rank, of a step that is not newer, or apart from training is ignored; other numbers that cannot be are clipped
         and counted (`refused`)."""
         known = self._ranks.get(record.rank)
         if known is None or record.step <= known.newest:
@@ -289,13 +291,15 @@ class Governor:
         looked_at = None
         if record.events or not 0 < record.period <= _LONGEST:
             looked_at = Step.of(record.rank, record.step, record.begun, record.period, unpack_events(record.events))
+        known.newest = record.step
+        if record.apart:
+            return
         period = record.period
         fence = self._clip(record.fence_ns, period)
         held = self._clip(record.held_ns, period)
         inside, outside, at_fence = (
             self._clip(one, NO_LIMIT) for one in (record.in_windows, record.outside, record.at_fence)
         )
-        known.newest = record.step
         seconds = period * 1e-9
         known.profile.add(
             seconds,

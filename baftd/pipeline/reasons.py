@@ -22,7 +22,7 @@ def rank_reason(option: Option, facts: RankFacts) -> str:
         if windows > 0
         else f"a step of {_seconds(facts.step)} has no windows"
     )
-    rate = f"{_bytes(facts.inside)}/s" + ("" if facts.rate else ", assumed")
+    rate = f"{_bytes(facts.inside)}/s" + ("" if facts.rate or facts.rate_outside else ", assumed")
     text = f"{size} a snapshot; {have} ({rate})"
     if option.rung == "windows":
         return f"{text}."

@@ -72,6 +72,8 @@ class Timings(Message, tag="timings"):
     """Time for which the training thread was held, boundary and fence together."""
     overruns: Count = 0
     """Windows that could not copy their share before they closed."""
+    apart: bool = False
+    """The loop did something else in it (`ckpt.paused()`): the period says nothing about training."""
 
 
 class CopyPlan(Message, tag="copy_plan"):
