@@ -11,7 +11,8 @@ change them first.
 How long a gap is only the device knows: events with times are recorded before and after it (`anchor`, `passed`), and
 read once it has gone by (`gaps`).
 
-The canary is sampled by the copy stream, before the first byte and after the last, and compared by the host.
+The canary is sampled on the compute stream at the boundary, so that it comes before whatever could change a tensor
+next, and by the copy stream after the last byte; the host compares.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class _Device:
     """Stable tensors by name."""
     before: list[torch.Tensor] = field(default_factory=list)
     after: list[torch.Tensor] = field(default_factory=list)
-    """Samples of them, when the copying began and when it was over."""
+    """Samples of them, at the boundary and when the copying was over."""
     event: Any = None
     """After all that was enqueued so far."""
 
@@ -82,7 +83,7 @@ class CudaCopier:
         self._streams: dict[torch.device, Any] = {}
         self._devices: dict[torch.device, _Device] = {}
         self._inside = self._outside = self._late = 0
-        self._at_fence = False
+        self._at_fence = self._refused = False
         self._open: list[tuple[int, Any, Any]] = []
         self._gaps: deque[tuple[int, Any, Any]] = deque(maxlen=GAPS)
         self._log = get_logger("torch")
@@ -133,18 +134,26 @@ class CudaCopier:
                 else:
                     at.sampled.append((source.entry.name, tensor))
                     at.pieces.append(_Piece(_bytes_of(tensor), view))
+            at.before = [_sample(tensor) for _, tensor in at.sampled]
             copies.wait_stream(compute)
-            with _CUDA.stream(copies):
-                at.before = [_sample(tensor) for _, tensor in at.sampled]
-                at.event = _recorded(copies)
+            at.event = _recorded(copies)
 
     def anchor(self, ordinal: int, budget: int) -> None:
         """A gap follows what was launched last: let up to `budget` bytes travel once that is done. Nothing waits.
 
-        While a graph is captured nothing is enqueued: a copy would become a part of the graph.
+        While a graph is captured nothing is enqueued: a copy would become a part of the graph. Raises nothing: what a
+        device refuses is said once, and left to the fence, where it fails once more and is counted as torn.
         """
-        if self._at_fence or _CUDA.is_current_stream_capturing():
+        if self._at_fence or self._refused:
             return
+        try:
+            if not _CUDA.is_current_stream_capturing():
+                self._anchor(ordinal, budget)
+        except RuntimeError as error:
+            self._refused = True
+            self._log.warning("no_windows", why=str(error), note="tensors on the device are copied at the fence")
+
+    def _anchor(self, ordinal: int, budget: int) -> None:
         for device, at in self._devices.items():
             compute = _CUDA.current_stream(device)
             begins = _CUDA.Event(enable_timing=True)
@@ -277,4 +286,5 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     """Bytes of up to SAMPLED elements, evenly spaced."""
     flat = _flat(tensor)
-    return flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].contiguous().view(torch.uint8).clone()
+    taken = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED]
+    return taken.clone(memory_format=torch.contiguous_format).view(torch.uint8)
