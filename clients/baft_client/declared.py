@@ -11,6 +11,7 @@ from typing import Literal
 from baft_client.cutting import Cutting, Recheck
 from baft_client.engine import CopyEngine, EngineHooks
 from baft_client.load_engine import load_engine
+from baft_client.periods import Copied
 from baft_client.shard_writer import DeviceCopier, ShardWriter
 from baft_client.source import Source
 from baft_client.standing import Identity
@@ -18,7 +19,7 @@ from baftd.checkpoint.image import plan_image
 from baftd.checkpoint.shard import TensorEntry
 from baftd.memory.control import ControlPage
 from baftd.memory.slot_file import SlotFile
-from baftd.wire.messages import Declare, Declared, Entry, WireToken
+from baftd.wire.messages import Declare, Declared, Entry, ScheduleSaid, WireToken
 
 __all__ = ["Layout", "wire_entry"]
 
@@ -69,10 +70,11 @@ class Layout:
         device: DeviceCopier | None,
         stages: Sequence[int] = (),
         coordinates: Mapping[str, int] | None = None,
+        schedule: ScheduleSaid | None = None,
     ) -> Declared:
         """Agree on a layout and map its slots. What was mapped before is unmapped.
 
-        `stages` and `coordinates`: of this rank, where they are known; they are told to the daemon.
+        `stages`, `coordinates` and `schedule`: of this rank, where they are known; they are told to the daemon.
 
         Raises:
             NoRoom: the slots do not fit; the message holds the sum.
@@ -89,6 +91,7 @@ class Layout:
             stages=list(stages),
             coordinates=dict(coordinates or {}),
             uncut=[place for place, source in enumerate(sources) if source.device],
+            schedule=schedule,
         )
         reply = ask(message)
         me = self._identity
@@ -135,6 +138,15 @@ class Layout:
         if self._control is not None:
             for name, value in words.items():
                 self._control.set(name, value)
+
+    def copied(self) -> Copied | None:
+        """How the bytes of the newest snapshot came into the slot; None: nothing is declared."""
+        return None if self.writer is None else self.writer.copied()
+
+    def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
+        """Have the engine copy by the clock, as `CopyEngine.timed`."""
+        if self._engine is not None:
+            self._engine.timed(windows)
 
     def cancel(self) -> None:
         """Stop the engine's copy, from any thread."""

@@ -65,6 +65,8 @@ LAST_PAUSE = 2.0
 """Seconds between attempts to connect: doubled from the first to the last, with jitter."""
 MAX_OWED = 64
 """Unacknowledged messages kept for a daemon that is away; beyond it the oldest skip is dropped."""
+MAX_TOLD = 8
+"""Messages that `tell` lets lie before it wakes the thread for them."""
 
 
 class LinkState(Enum):
@@ -118,6 +120,15 @@ class _Request:
         self.heard = 0
 
 
+class _Told:
+    """A message that is sent once or not at all."""
+
+    __slots__ = ("message",)
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+
+
 class IoThread:
     """Connection to one daemon. `post` and `request` are for the training thread, everything else is the thread's."""
 
@@ -136,13 +147,15 @@ class IoThread:
         self.state = LinkState.AWAY
         self.last_error = f"there is no socket {self.path}"
         """Why the daemon is away, in a few words."""
+        self.dropped = 0
+        """Messages of `tell` that a daemon that reads too slowly did not get."""
         self._handler = handler
         self._clock = clock
         self._jitter = jitter
         self._ping_every = ping_every
         self._silence = silence
         self._log = get_logger("client")
-        self._inbox: deque[Message | _Request] = deque()
+        self._inbox: deque[Message | _Request | _Told] = deque()
         self._up = threading.Event()
         self._stop = False
         self._drop_link = False
@@ -171,6 +184,15 @@ class IoThread:
         """Send a message that has no answer; kept and sent again until `acknowledge` drops it."""
         self._inbox.append(message)
         self._wake()
+
+    def tell(self, message: Message) -> None:
+        """Send a message that is of use only now: where the daemon is away it is dropped, and it is never sent again.
+
+        It goes with whatever wakes the thread next (the next `post`, a heartbeat): the thread is not woken for it, to
+        want the GIL while the training thread computes."""
+        self._inbox.append(_Told(message))
+        if len(self._inbox) > MAX_TOLD:
+            self._wake()
 
     def request(
         self,
@@ -320,6 +342,9 @@ class IoThread:
                 self._requests[item.message.id] = item
                 if self.state is LinkState.UP:
                     self._send(item.message)
+            elif isinstance(item, _Told):
+                if self.state is LinkState.UP:
+                    self._send(item.message, or_drop=True)
             else:
                 self._owe(item)
                 if self.state is LinkState.UP:
@@ -466,13 +491,16 @@ class IoThread:
             if self.state is LinkState.UP:
                 self._send(Ping())
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: Message, *, or_drop: bool = False) -> None:
         if self._socket is None:
             return
         try:
             self._socket.send(codec.encode(message), zmq.NOBLOCK)
         except zmq.Again:
-            self._disconnect("it reads nothing")
+            if or_drop:
+                self.dropped += 1
+            else:
+                self._disconnect("it reads nothing")
         except BaftError as error:
             self._handler.failed(error)
 

@@ -25,39 +25,41 @@ from contextlib import contextmanager
 from typing import Literal, cast
 
 from baft_client import lifeline
+from baft_client.clock_windows import ClockWindows
 from baft_client.declared import Layout
 from baft_client.ending import reach_again, say_finished, token_of
 from baft_client.engine import EngineHooks
 from baft_client.identity import find_incarnation, find_rank
 from baft_client.io_thread import IoThread, LinkState
 from baft_client.joining import Joining, ask
-from baft_client.shard_writer import ALL_WITNESSES, DeviceCopier, Snapshot, Torn
+from baft_client.periods import Periods
+from baft_client.recorder import Recorder
+from baft_client.shard_writer import ALL_WITNESSES
 from baft_client.skips import Skips
+from baft_client.snapshotting import Described, Snapshotting
 from baft_client.source import Counters, Outcome, OutcomeKind, Resumed, Source
 from baft_client.standing import Identity, Standing
-from baftd.checkpoint import state_tree
-from baftd.checkpoint.identity import Token, check_job_name
-from baftd.errors import BaftError, Degraded, Fenced, NoRoom, ProtocolError, TryAgain, Unreachable, UsageError
+from baft_client.windows import Windows
+from baftd.checkpoint.identity import check_job_name
+from baftd.errors import BaftError, Degraded, Fenced, UsageError
 from baftd.memory.processes import start_time
 from baftd.settings import Settings, load_settings
 from baftd.telemetry import get_logger
-from baftd.wire.messages import Begin, Declared, Finish, Grant, Leave, Save, Saved, Seal, WireToken
+from baftd.wire.messages import Finish, Leave, Save, Saved
 
 __all__ = ["Session"]
 
-FLUSH_TIMEOUT = 60.0
-"""Seconds a fence waits for the rest of a copy, beside a second for each 200 MB."""
-DECLARE_AGAIN = 30.0
-"""Seconds between attempts to declare a layout that the daemon could not make room for."""
 SAVE_TIMEOUT = 600.0
 """Seconds without a word from the daemon after which `save` and `finish` give up."""
 LEAVE_TIMEOUT = 2.0
-FORCE_WAIT = 5.0
-"""Seconds that a forced boundary waits for a slot, and before that for what other ranks declare."""
 
 
-class Session:
-    """One rank's session. All methods belong to one thread, the training thread."""
+class Session(Described):
+    """One rank's session. All methods belong to one thread, the training thread.
+
+    An adapter that knows more says it in the attributes of `Described`, grants windows with `windows` (or
+    `clock_windows`) and puts down what happens in a step with `recorder`.
+    """
 
     def __init__(
         self,
@@ -72,17 +74,12 @@ class Session:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Use `attach`. `witnesses` and `engine_hooks` are for tests: no setting can name them."""
+        super().__init__()
         self.job, self.rank, self.world = identity.job, identity.rank, identity.world
         self.incarnation = identity.incarnation
         self.settings = settings
         self.strict = strict
         self._counters = Counters()
-        self.device: DeviceCopier | None = None
-        """Set by an adapter before the first boundary where sources live on a device."""
-        self.stages: tuple[int, ...] = ()
-        """Pipeline stages that this rank holds, and its place on each named axis: set by an adapter that knows them."""
-        self.coordinates: dict[str, int] = {}
-        self._audit = audit
         self._prefer = cast(Literal["auto", "native", "python"], engine)
         self._clock = clock
         self._identity = identity
@@ -95,15 +92,21 @@ class Session:
         self._joining = Joining(settings, self._standing, self._link, prefer=self._prefer, clock=clock)
         self._skips = Skips(self._standing, self._counters, strict=strict, post=self._link.post)
         self._phase: Literal["attached", "restoring", "training", "over", "forked"] = "attached"
-        self._snapshot: Snapshot | None = None
-        self._grant: Grant | None = None
-        """Taken for a snapshot that has not begun yet."""
+        self.recorder = Recorder()
+        """What happens between two boundaries."""
+        self.windows = Windows(self.recorder)
+        """Spans in which the training thread waits anyway."""
+        self._periods = Periods(self.rank, self.recorder, self.windows, tell=self._link.tell)
+        self._snapshots = Snapshotting(
+            identity, settings, self, layout=self._layout, standing=self._standing, link=self._link, skips=self._skips,
+            counters=self._counters, windows=self.windows, periods=self._periods, audit=audit, clock=clock,
+        )  # fmt: skip
+        self.clock_windows = ClockWindows(
+            self._snapshots, self._layout, self.windows, self._periods, log=self._log
+        )
+        """The same by the clock, where a step is one opaque launch."""
         self._step = 0
-        self._last_sealed = 0
-        self._taken = -1
         self._pausing = 0
-        self._declare_again = 0.0
-        self._declare_error: BaftError | None = None
 
     # ------------------------------------------------------------------------------------ joining
 
@@ -226,7 +229,7 @@ class Session:
     def taken(self, step: int) -> bool:
         """Whether a snapshot of `step` was begun and has not been dropped since. Where not, `boundary(force=True)` may
         still take it, as long as the state has not changed."""
-        return self._taken == step
+        return self._snapshots.taken == step
 
     @property
     def fenced(self) -> bool:
@@ -274,19 +277,50 @@ class Session:
         self._check_usable()
         if self._phase != "training":
             raise UsageError("a boundary came before resume() and restored(), or after finish().")
-        began = self._clock()
         if force:
             self._skips.reopen(step)
         self._skips.close_open()
         self._skips.raise_pending()
-        if self._snapshot is not None:
-            self._guard(lambda: self._seal(None))  # a loop without a fence hook: the copy must be over by now
+
+        def begin(began: float) -> Outcome:
+            if self.fenced:
+                return self._skips.skip(step, "fenced", self._standing.fenced, Fenced)
+            if self._pausing:
+                return self._skips.skip(step, "paused", "training is paused")
+            return self._snapshots.begin(step, updates, sources, small, recheck, began=began, force=force)
+
+        return self._pass(step, begin, force=force)
+
+    def pass_by(self, step: int) -> None:
+        """A boundary that is not `due`, for an adapter that has collected nothing for it.
+
+        Raises:
+            BaftError: with `strict`, what a former call skipped over.
+        """
+        if self._phase == "training":
+            self._skips.close_open()
+            self._skips.raise_pending()
+            why = "word of a cadence that takes it came at the last moment"
+            self._pass(step, lambda began: self._skips.skip(step, "cadence", why))
+
+    def _pass(self, step: int, begin: Callable[[float], Outcome], *, force: bool = False) -> Outcome:
+        """A boundary: one period ends, another begins. `begin` is called where the cadence takes the step."""
+        began, began_ns = self._clock(), time.monotonic_ns()
+        snapshots = self._snapshots
+        self._check_gate()
+        if snapshots.snapshot is not None:
+            snapshots.guard(self._step, lambda: snapshots.seal(None))  # no fence came: the copy must be over by now
+        granted = snapshots.close_period()
         self._step = step
         self._counters.boundaries += 1
-        if not self._standing.takes(step, force=force):
-            return Outcome(OutcomeKind.NOT_DUE, step)
-        outcome = self._guard(lambda: self._begin(step, updates, sources, small, recheck, began, force))
-        self._counters.held_seconds += self._clock() - began
+        snapshots.open_period()
+        outcome = Outcome(OutcomeKind.NOT_DUE, step)
+        if self._standing.takes(step, force=force):
+            outcome = snapshots.guard(step, lambda: begin(began))
+            self._counters.held_seconds += self._clock() - began
+        heard = self._link.state is LinkState.UP and not self.fenced
+        self._periods.turn(step, began_ns, granted, snapshots.plan, self._standing.token if heard else None)
+        snapshots.post_begun()
         return outcome
 
     def reach(self, timeout: float | None = None) -> None:
@@ -297,96 +331,6 @@ class Session:
         if self._phase == "training" and not self.fenced and self._standing.token is not None:
             wait = self.settings.connect_timeout
             reach_again(self._link, self._log, self._step, wait if timeout is None else min(wait, timeout))
-
-    def _begin(
-        self,
-        step: int,
-        updates: int,
-        sources: Sequence[Source],
-        small: object,
-        recheck: Callable[[], Iterable[tuple[int, ...]]] | None,
-        began: float,
-        force: bool,
-    ) -> Outcome:
-        token, skip = self._standing.token, self._skips.skip
-        if self.fenced:
-            return skip(step, "fenced", self._standing.fenced, Fenced)
-        if self._pausing:
-            return skip(step, "paused", "training is paused")
-        if token is None or (self._link.state is not LinkState.UP and self._standing.granted == 0):
-            return skip(step, "no_daemon", self._link.last_error, Unreachable, final=False)
-        encoded = state_tree.encode(small)
-        if self._standing.must_declare or not self._layout.fits(sources, len(encoded)):
-            until = self._clock() + (FORCE_WAIT if force else 0.0)
-            while isinstance(problem := self._declare(token, sources, len(encoded)), TryAgain):
-                if self._clock() >= until:
-                    return skip(step, "not_divided", problem.message, final=False)
-                self._standing.pause(0.05)
-            if problem is not None:
-                kind = "no_daemon" if isinstance(problem, Unreachable) else problem.code
-                return skip(step, kind, str(problem), problem)
-        writer = self._layout.writer
-        assert writer is not None
-        sources, recheck = self._layout.saved(sources, recheck)
-        grant = self._grant = self._standing.take_grant(FORCE_WAIT if force else 0.0)
-        if grant is None:
-            why = self._standing.no_grant or "the daemon has granted no slot yet"
-            return skip(step, "no_slot", why, Degraded, final=False)
-        if not writer.owns(grant.slot):
-            return skip(step, "no_slot", f"slot {grant.slot} was granted but never declared", ProtocolError)
-        self._snapshot = writer.begin(
-            grant.slot,
-            grant.generation,
-            Token(token.epoch, token.incarnation),
-            step=step,
-            updates=updates,
-            sources=sources,
-            small=encoded,
-            recheck=recheck,
-            writer=(self._identity.pid, self._identity.pid_start),
-            now=began,
-            audit=self._audit > 0 and self._counters.began % self._audit == 0,
-        )
-        self._grant = None
-        if self.fenced:  # meanwhile: the I/O thread may have looked before the engine was armed
-            self._layout.cancel()
-            self._snapshot = None
-            return skip(step, "fenced", self._standing.fenced, Fenced)
-        self._taken = step
-        self._layout.page(step=step, updates=updates)
-        self._counters.began += 1
-        self._snapshot.held = self._clock() - began
-        self._link.post(Begin(token=token, rank=self.rank, step=step, slot=grant.slot, generation=grant.generation))
-        return Outcome(OutcomeKind.BEGAN, step)
-
-    def _declare(self, token: WireToken, sources: Sequence[Source], small_bytes: int) -> BaftError | None:
-        """Agree on a layout, which blocks. None: it stands. TryAgain: other ranks have not declared yet."""
-        if self._link.state is not LinkState.UP:
-            return self._link.unreachable("no answer")
-        if self._declare_error is not None and self._clock() < self._declare_again:
-            return self._declare_error
-        if self._layout.writer is not None and small_bytes > self._layout.small_room:
-            note = "slots are laid out anew"
-            self._log.warning("small_state_grew", bytes=small_bytes, had=self._layout.small_room, note=note)
-        try:
-            reply = self._layout.declare(
-                token,
-                sources,
-                small_bytes,
-                ask=lambda message: ask(self._link, message, self.settings.declare_timeout, Declared, log=self._log),
-                device=self.device,
-                stages=self.stages,
-                coordinates=self.coordinates,
-            )
-        except BaftError as error:
-            if not isinstance(error, TryAgain):
-                self._declare_error, self._declare_again = error, self._clock() + DECLARE_AGAIN
-            self._standing.must_declare |= isinstance(error, NoRoom)  # slots of the former layout may have made room
-            return error
-        self._declare_error = None
-        self._counters.declares += 1
-        self._standing.declared(reply)
-        return None
 
     def fence(self, updates: int | None = None) -> Outcome:
         """The state is about to change: finish the copy of the last boundary, compare the witnesses, seal.
@@ -401,53 +345,13 @@ class Session:
         """
         self._skips.close_open()
         self._skips.raise_pending()
-        if self._snapshot is None:
-            return Outcome(OutcomeKind.NOTHING, self._step)
-        return self._guard(lambda: self._seal(updates))
+        self._check_gate()
+        return self._snapshots.guard(self._step, lambda: self._snapshots.fence(updates))
 
-    def _seal(self, updates: int | None) -> Outcome:
-        snapshot, writer, token = self._snapshot, self._layout.writer, self._standing.token
-        assert snapshot is not None
-        assert writer is not None
-        began = self._clock()
-        if self.fenced or token is None:
-            self._snapshot = None
-            writer.cancel()
-            return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
-        deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
-        result = writer.seal(snapshot, updates=updates, deadline=deadline)
-        self._snapshot = None
-        self._counters.audits += snapshot.audited is not None
-        now = self._clock()
-        self._counters.held_seconds += now - began
-        if isinstance(result, Torn):
-            self._layout.page(fence=snapshot.step)
-            self._taken = -1
-            return self._skips.torn(snapshot, result)
-        held = snapshot.held + now - began
-        self._last_sealed = snapshot.step
-        self._counters.sealed += 1
-        self._counters.bytes_copied += writer.nbytes
-        self._counters.last_held_ms = held * 1e3
-        self._layout.page(
-            fence=snapshot.step, held_ns=int(held * 1e9), held_total_ns=int(self._counters.held_seconds * 1e9)
-        )
-        self._link.post(
-            Seal(
-                token=token,
-                rank=self.rank,
-                step=snapshot.step,
-                updates=snapshot.updates,
-                slot=snapshot.slot,
-                generation=snapshot.generation,
-                image_length=snapshot.header.image_length,
-                small_length=snapshot.header.small_length,
-                digests=result.digests,
-                held_ms=held * 1e3,
-                copy_ms=(now - snapshot.began) * 1e3,
-            )
-        )
-        return Outcome(OutcomeKind.SEALED, snapshot.step)
+    def _check_gate(self) -> None:
+        """Whatever was copied beside a launch whose gate did not fire may have been changed by its update."""
+        if self.clock_windows.missed():
+            self.cancel("the gate in front of the update did not fire")
 
     def skip(self, step: int, reason: str) -> None:
         """No snapshot of `step`, for a reason of the caller's; drops one in progress of the same step.
@@ -456,20 +360,14 @@ class Session:
         """
         if self._phase != "training":
             return
-        if self._snapshot is not None and self._snapshot.step == step:
+        if self._snapshots.snapshot is not None and self._snapshots.snapshot.step == step:
             self.cancel(reason)
-            return
-        self._step = max(self._step, step)
-        self._counters.boundaries += 1
-        if self._standing.due(step):
-            self._skips.skip(step, "asked", reason)
+        else:
+            self._pass(max(self._step, step), lambda began: self._skips.skip(step, "asked", reason))
 
     def cancel(self, reason: str) -> None:
         """Drop the snapshot in progress, if there is one."""
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None:
-            self._taken = -1
-            self._layout.cancel()
+        if self._snapshots.snapshot is not None and (snapshot := self._snapshots.drop()) is not None:
             self._skips.skip(snapshot.step, "cancelled", reason, begun=snapshot)
 
     @contextmanager
@@ -482,18 +380,6 @@ class Session:
             yield
         finally:
             self._pausing -= 1
-
-    def _guard(self, work: Callable[[], Outcome]) -> Outcome:
-        """Run a part of a boundary or fence so that no failure of ours reaches the training loop."""
-        try:
-            return work()
-        except Exception as error:  # noqa: BLE001 - weak by default: counted, logged, raised at the next call if strict
-            begun = self._snapshot or self._grant
-            self._snapshot = self._grant = None
-            self._taken = -1
-            with contextlib.suppress(BaftError):
-                self._layout.cancel()
-            return self._skips.failed(self._step, error, begun)
 
     def _check_usable(self) -> None:
         if self._phase in ("over", "forked"):
@@ -512,7 +398,7 @@ class Session:
         with standing.changed:
             return standing.changed.wait_for(
                 lambda: (
-                    standing.committed.get("memory", 0) >= self._last_sealed
+                    standing.committed.get("memory", 0) >= self._snapshots.last_sealed
                     and (standing.granted > 0 or self._layout.writer is None)
                 ),
                 max(0.0, deadline - self._clock()),
@@ -532,7 +418,7 @@ class Session:
         limit = SAVE_TIMEOUT if timeout is None else timeout
         if not durable:
             if not self.settle(limit):
-                raise Degraded(f"step {self._last_sealed} was not committed within {limit:g} s.")
+                raise Degraded(f"step {self._snapshots.last_sealed} was not committed within {limit:g} s.")
             return Saved(step=self._standing.committed.get("memory", 0), tier="memory")
         message = Save(token=token_of(self._standing, self._link, self.settings), rank=self.rank, step=self._step)
         return ask(self._link, message, limit, Saved, log=self._log)
@@ -550,7 +436,8 @@ class Session:
         try:
             self._skips.close_open()
             if self._phase == "training":
-                self._guard(lambda: self._seal(None) if self._snapshot is not None else Outcome(OutcomeKind.NOTHING))
+                self._check_gate()
+                self._snapshots.guard(self._step, lambda: self._snapshots.fence(None))
             message = Finish(token=token_of(self._standing, self._link, self.settings), rank=self.rank, step=self._step)
             limit = SAVE_TIMEOUT if timeout is None else timeout
             saved = ask(self._link, message, limit, Saved, log=self._log)
@@ -583,7 +470,7 @@ class Session:
 
     def _end(self) -> None:
         self._phase = "over"
-        self._snapshot = None
+        self._snapshots.snapshot = None
         lifeline.forget(self)
         self._joining.close()
         self._layout.close()
@@ -593,7 +480,7 @@ class Session:
     def abandon_in_child(self) -> None:
         """In a forked child: drop everything inherited, speak to nobody, let the child live. Takes no lock."""
         self._phase = "forked"
-        self._snapshot = self._grant = None
+        self._snapshots.abandon_in_child()
         self._link.abandon_in_child()
         self._standing.abandon_in_child()
         self._joining.abandon_in_child()

@@ -7,6 +7,7 @@ stable tensors is armed; `seal` runs at the fence, when the state is about to ch
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from baft_client.engine import CopyEngine, Segment, first_difference
+from baft_client.periods import Copied
 from baft_client.source import Source
 from baftd.checkpoint.identity import Token
 from baftd.checkpoint.image import ImageLayout
@@ -35,11 +37,21 @@ class DeviceCopier(Protocol):
     def slots(self, ranges: Sequence[tuple[int, int]]) -> None:
         """(address, bytes) of every mapped image; called again when they change, with [] before they are unmapped."""
 
-    def start(self, jobs: Sequence[tuple[Source, int]]) -> None:
-        """At the boundary: (source, destination address). Returns at once."""
+    def start(self, jobs: Sequence[tuple[Source, int]], *, gated: bool = False) -> None:
+        """At the boundary: (source, destination address). Returns at once. `gated`: stable sources wait for windows."""
+
+    def anchor(self, ordinal: int, budget: int) -> None:
+        """A window, the period's number `ordinal`: copy up to `budget` bytes behind the operation that was launched
+        last, on the copies' own stream. Returns at once, raises nothing; does nothing where no copy is gated."""
+
+    def rest(self) -> None:
+        """At the fence: enqueue what no window took, and order later work on the device behind it. Returns at once."""
 
     def flush(self, deadline: float) -> bool:
-        """At the fence: wait for the copies; False when `deadline` seconds passed."""
+        """At the fence, after `rest`: wait for the copies; False when `deadline` seconds passed."""
+
+    def copied(self) -> tuple[int, int, int]:
+        """Bytes of the newest copy that were enqueued in windows, outside of them, and at the fence."""
 
     def cancel(self) -> None:
         """Give the copies up: no slot byte is touched after it returned."""
@@ -69,6 +81,10 @@ class Snapshot:
     """Digests of the stable sources as they were at the boundary, where this snapshot is audited."""
     held: float = 0.0
     """Seconds the training thread has spent on it so far."""
+    left: int = 0
+    """Bytes that were not copied yet when the fence began,"""
+    waited: int = 0
+    """and ns until they were."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +165,8 @@ class ShardWriter:
         self._addresses = [sources[i].address for i in self._stable]
         self._digests = engine.digests and not self._on_device
         self._header_chunks = layout.chunks(0)[: layout.header_chunks]
+        self._gated = False
+        """The device copies in windows only."""
         if device is not None:
             device.slots([(slot.address, slot.file.capacity) for slot in self._slots.values()])
 
@@ -182,6 +200,8 @@ class ShardWriter:
         recheck: Callable[[], Iterable[tuple[int, ...]]] | None,
         writer: tuple[int, int],
         now: float,
+        pace: int | None = None,
+        windows: bool = False,
         audit: bool = False,
     ) -> Snapshot:
         """Mark the slot FILLING, copy what is volatile, arm the engine for what is stable.
@@ -197,6 +217,8 @@ class ShardWriter:
             recheck: see `Session.boundary`.
             writer: pid and start time.
             now: the session's clock.
+            pace: bytes a second that the engine copies outside of windows, 0 for none; None: no windows and no limit.
+            windows: windows come that open what lies on a device; where none do, it is copied at once.
             audit: remember what every stable byte is now, for `seal` to compare with. Reads the whole state.
         """
         layout, place = self.layout, self._slots[slot]
@@ -238,11 +260,18 @@ class ShardWriter:
                 self._addresses = addresses
             if "canary" in self._witnesses:
                 snapshot.canary = self._engine.canary(self._table)
+            # Closed before it is armed: a gate that was left open must not let the first blocks through.
+            self._engine.close_window()
             self._engine.start(place.address, layout.capacity, self._table)
-            self._engine.open()
+            if pace is None:
+                self._engine.open()
+            elif pace:
+                self._engine.close_window(pace)
         if self._on_device and self._device is not None:
             offsets = layout.by_index
-            self._device.start([(sources[i], place.address + offsets[i].offset) for i in self._on_device])
+            self._gated = pace is not None and windows
+            jobs = [(sources[i], place.address + offsets[i].offset) for i in self._on_device]
+            self._device.start(jobs, gated=self._gated)
         self._fill_small(place, snapshot, token, small)
         self._copy_volatile(place, snapshot)
         return snapshot
@@ -301,12 +330,41 @@ class ShardWriter:
         return Sealed(digests)
 
     def _finish(self, snapshot: Snapshot, deadline: float) -> Torn | None:
-        if self._stable and not self._engine.flush(deadline):
-            copied, total = self._engine.progress(), self._table.total
-            return Torn("late", "", f"{copied} of {total} bytes were copied when {deadline:g} s had passed")
-        if self._on_device and self._device is not None and not self._device.flush(deadline):
-            return Torn("late", "", f"the device had not copied everything when {deadline:g} s had passed")
-        return None
+        began = time.monotonic_ns()
+        try:
+            device = self._device if self._on_device else None
+            if device is not None:
+                device.rest()
+            if self._stable:
+                total = self._table.total
+                snapshot.left = total - self._engine.progress()
+                if not self._engine.flush(deadline):
+                    detail = f"{self._engine.progress()} of {total} bytes were copied when {deadline:g} s had passed"
+                    return Torn("late", "", detail)
+            if device is not None:
+                snapshot.left += device.copied()[2]
+                if not device.flush(deadline):
+                    return Torn("late", "", f"the device had not copied everything when {deadline:g} s had passed")
+            return None
+        finally:
+            if snapshot.left:
+                snapshot.waited = time.monotonic_ns() - began
+
+    def gates(self) -> tuple[CopyEngine | None, DeviceCopier | None]:
+        """What carries the snapshot in progress in windows: the engine for what lies in memory, the device's copier."""
+        return self._engine if self._stable else None, self._device if self._on_device and self._gated else None
+
+    def copied(self) -> Copied:
+        """How the bytes of the newest snapshot came into the slot, so far."""
+        total, parts, spans = 0, [(0, 0, 0)], b""
+        if self._stable:
+            total, spans = self._table.total, self._engine.spans()
+            parts.append(self._engine.copied())
+        if self._on_device and self._device is not None:
+            total += sum(self.layout.by_index[i].nbytes for i in self._on_device)
+            parts.append(self._device.copied())
+        inside, outside, at_fence = (sum(one) for one in zip(*parts, strict=True))
+        return Copied(total, inside, outside, at_fence, spans=spans)
 
     def _compare(self, snapshot: Snapshot, updates: int | None) -> Torn | None:
         if "updates" in self._witnesses and updates is not None and updates != snapshot.updates:

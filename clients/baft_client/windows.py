@@ -9,8 +9,12 @@
 How many bytes a window may take is said by the daemon's copy plan, by the window's number in the step; without a plan
 it may take what it can. While no source is registered the engine copies all the time.
 
+Where tensors lie on a device, `enter` is the moment behind which the device may copy: its copy stream waits for the
+operation that was launched last and has the window's budget; the host goes on.
+
 Right at all times: a window within a window is the same window; a `leave` without an `enter` does nothing; a window
-that is never left ends at the fence, at the boundary at the latest. Nothing here takes a lock or raises.
+that is never left ends at the fence, at the boundary at the latest; from the fence to the boundary there are none: what
+they could copy is about to change. Nothing here takes a lock or raises.
 
 Windows belong to the thread that trains (the one that calls `boundary`) and to threads that Python did not start:
 backward hooks run in those while the training thread waits for them. A wait in another Python thread (a loader's, an
@@ -26,22 +30,21 @@ from contextlib import contextmanager
 from threading import get_ident
 from typing import Protocol
 
+from baft_client.engine import NO_LIMIT
 from baft_client.recorder import Recorder
 from baftd.pipeline.events import EventKind
 
 __all__ = ["NO_LIMIT", "Anchor", "Gate", "Windows"]
 
-NO_LIMIT = (1 << 64) - 1
-"""Budget of a window that may take what it can."""
 MOST = 1 << 16
-"""Windows of a period that are told apart; those beyond are passed over."""
+"""Windows that a period may have; what comes beyond is none."""
 
 
 class Gate(Protocol):
     """The part of `CopyEngine` that windows need. Harmless from any thread, and where nothing is armed."""
 
-    def open_window(self, budget: int = ..., ordinal: int = ...) -> None:
-        """Copy up to `budget` bytes, in the window that has this number in the step."""
+    def open_window(self, budget: int = ...) -> None:
+        """Copy up to `budget` bytes. Counts windows from 0 on, like the period."""
 
     def close_window(self, outside: int = ...) -> None:
         """Stop within 256 KiB; with `outside` go on at that many bytes a second."""
@@ -51,15 +54,15 @@ class Anchor(Protocol):
     """The part of `DeviceCopier` that windows need."""
 
     def anchor(self, ordinal: int, budget: int) -> None:
-        """Copy up to `budget` bytes after the operation that was launched last."""
+        """Copy up to `budget` bytes behind the operation that was launched last. Does not wait; raises nothing."""
 
 
 class Windows:
-    """The windows of one rank. Adapters and loops use the methods down to `anchor`, the session those below."""
+    """The windows of one rank. Adapters and loops use the methods down to `waiting`, the session those below."""
 
     __slots__ = (
         "_add", "_began", "_budget", "_budgets", "_depth", "_device", "_further", "_gate", "_granted", "_home",
-        "_kind", "_now", "_outside", "_owner", "passed_over", "sources",
+        "_kind", "_most", "_now", "_outside", "_owner", "passed_over", "sources",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, *, now: Callable[[], int] = time.monotonic_ns) -> None:
@@ -67,7 +70,7 @@ class Windows:
         self.sources: tuple[str, ...] = ()
         """Who says that it opens windows."""
         self.passed_over = 0
-        """Waits in threads that do not train, and windows beyond the most that a period may have."""
+        """Waits in threads that do not train."""
         self._add = recorder.add
         self._now = now
         self._home = get_ident()
@@ -79,6 +82,8 @@ class Windows:
         self._outside = 0
         self._granted: list[int] = []
         """Budgets of the windows of this period, 0 where nothing was granted."""
+        self._most = 0
+        """Windows that this period may have: none before the first boundary and from the fence on."""
         self._owner = 0
         """Ident of the thread whose window is open; 0: none is."""
         self._depth = 0
@@ -109,12 +114,11 @@ class Windows:
             self.passed_over += 1
             return
         ordinal = len(self._granted)
-        if ordinal >= MOST:
-            self.passed_over += 1
+        if ordinal >= self._most:
             return
-        gate = self._gate
+        gate, device = self._gate, self._device
         budget = 0
-        if gate is not None:
+        if gate is not None or device is not None:
             budget = self._budgets[ordinal] if ordinal < len(self._budgets) else self._further
         self._owner = me
         self._depth = 1
@@ -122,8 +126,10 @@ class Windows:
         self._budget = budget
         self._granted.append(budget)
         self._began = self._now()
-        if budget and gate is not None:
-            gate.open_window(budget, ordinal)
+        if gate is not None:
+            gate.open_window(budget)
+        if device is not None and budget:
+            device.anchor(ordinal, budget)
 
     def leave(self) -> None:
         """The wait is over. The engine stops within 256 KiB. Does nothing where this thread has no window open."""
@@ -134,11 +140,11 @@ class Windows:
             self._close()
 
     def _close(self) -> None:
-        gate, budget = self._gate, self._budget
-        if budget and gate is not None:
+        gate = self._gate
+        if gate is not None:
             gate.close_window(self._outside)
         self._owner = 0
-        self._add(EventKind.WINDOW, self._kind, len(self._granted) - 1, self._began, self._now(), budget)
+        self._add(EventKind.WINDOW, self._kind, len(self._granted) - 1, self._began, self._now(), self._budget)
 
     @contextmanager
     def waiting(self, kind: EventKind) -> Iterator[None]:
@@ -149,52 +155,51 @@ class Windows:
         finally:
             self.leave()
 
-    def anchor(self, kind: EventKind) -> None:
-        """Device-anchored: called right after an operation was launched on a device. The gap that follows the operation
-        there is a window: the copy stream waits for the operation and has the plan's budget. The host goes on."""
-        device, ordinal = self._device, len(self._granted)
-        if device is None or (get_ident() != self._home and not _from_outside()) or ordinal >= MOST:
-            return
-        budget = self._budgets[ordinal] if ordinal < len(self._budgets) else self._further
-        self._granted.append(budget)
-        now = self._now()
-        if budget:
-            device.anchor(ordinal, budget)
-        self._add(EventKind.WINDOW, kind, ordinal, now, now, budget)
-
     # ------------------------------------------------------------ for the session
 
-    def begin(self, budgets: Sequence[int], further: int, outside: int) -> list[int]:
-        """A period begins, in the thread that trains; a window left open ends. Returns the budgets that the windows
-        of the former period were given.
+    def begin(self, budgets: Sequence[int], further: int, outside: int) -> None:
+        """A period begins, in the thread that trains.
 
         Args:
             budgets: most bytes for each window of the period, in the order in which they are opened.
             further: the same for each beyond those.
             outside: bytes a second outside of windows; 0: none.
         """
-        self.disarm()
         self._home = get_ident()
-        former, self._granted = self._granted, []
+        self._granted = []
+        self._most = MOST
         self._budgets, self._further, self._outside = budgets, further, outside
-        return former
 
-    def arm(self, gate: Gate | None, device: Anchor | None = None) -> None:
+    def arm(self, gate: Gate | None, device: Anchor | None) -> None:
         """There is something to copy, and windows carry it."""
         self._device = device
         self._gate = gate
 
+    def timed(self, spans: Sequence[tuple[int, int, int]]) -> int:
+        """Count clock-anchored windows (begin, end, bytes) among the period's. Returns the number of the first."""
+        first = len(self._granted)
+        for number, (begin, end, budget) in enumerate(spans, first):
+            self._granted.append(budget)
+            self._add(EventKind.WINDOW, EventKind.SCHEDULE, number, begin, end, budget)
+        return first
+
+    def end(self) -> list[int]:
+        """The fence, or the boundary: what was to be copied is about to change. A window that is still open ends, and
+        no other is opened before `begin`. Returns the budgets of the period's windows."""
+        self._most = 0
+        self.disarm()
+        return self._granted
+
     def disarm(self) -> None:
-        """There is nothing (left) to copy. A window that is still open ends here."""
+        """There is nothing (left) to copy; windows are only counted."""
         if self._owner:
             self._close()
-            self._owner = 0
         self._gate = self._device = None
 
     def forget(self) -> None:
         """In a forked child: the engine is the parent's, and nothing may touch its words. Takes no lock."""
         self._gate = self._device = None
-        self._owner = 0
+        self._owner = self._most = 0
 
 
 def _from_outside() -> bool:

@@ -150,7 +150,7 @@ def test_recheck_reads_all_identities_at_once(where: Places, daemon: ScriptedDae
 def test_a_copy_that_does_not_end_in_time_is_dropped(
     where: Places, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("baft_client.session.FLUSH_TIMEOUT", 0.2)
+    monkeypatch.setattr("baft_client.snapshotting.FLUSH_TIMEOUT", 0.2)
     with Trainer(where, engine_hooks=EngineHooks(hold=True)) as trainer:
         trainer.join()
         trainer.boundary()
@@ -239,7 +239,7 @@ def test_no_room_is_told_once_and_not_asked_for_at_every_step(where: Places, dae
         assert trainer.session.counters.skipped == {"no_room": 3}
         assert "no_room" in daemon.wait_for(Skip)[0].reason
         daemon.refuse.clear()
-        trainer.session._declare_again = 0.0
+        trainer.session._snapshots.declare_again = 0.0
         assert trainer.one_step().kind is OutcomeKind.SEALED
 
 
@@ -253,7 +253,7 @@ def test_the_former_layout_is_declared_anew_where_another_found_no_room(where: P
         assert "12 GB" in trainer.one_step().reason
         del trainer.small["more"]
         daemon.refuse.clear()
-        trainer.session._declare_again = 0.0
+        trainer.session._snapshots.declare_again = 0.0
         assert trainer.one_step().kind is OutcomeKind.SEALED
         assert trainer.session.counters.declares == 2
 
