@@ -6,8 +6,8 @@
     governor.add(record)            what a rank did in a step
     governor.decide()               a Decision where something changed, else None: send plans, propose the interval
 
-What becomes worse is answered at once, what becomes better only after a while, and after twice that while each time it
-did not last: so decisions settle, and a noisy measurement cannot make them swing for ever.
+What becomes worse is answered at once, what becomes better with patience (`steady.py`): decisions settle, and a noisy
+measurement cannot make them swing for ever.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import NamedTuple
 
 from baftd.pipeline.costs import Belief, Paired, believe
 from baftd.pipeline.events import EventKind, unpack_events
@@ -29,6 +28,8 @@ from baftd.pipeline.overhead import Estimate, OverheadEstimator
 from baftd.pipeline.pacing import BLOCK, NO_LIMIT, RankFacts, RankPlan, sure_bytes, timed_plan
 from baftd.pipeline.profile import WAKE, Basis, Profile
 from baftd.pipeline.reasons import job_reason, rank_reason
+from baftd.pipeline.records import Decision, RankSetup, RankSummary, StepRecord
+from baftd.pipeline.steady import Steady
 from baftd.pipeline.timeline import Step
 
 __all__ = ["Decision", "Governor", "RankSetup", "RankSummary", "StepRecord"]
@@ -39,9 +40,6 @@ MORE_SPEND, LESS_SPEND = 0.05, 0.85
 """It rises by so much with every step whose windows were as long as usual, and falls to so much of itself where a
 snapshot that the windows should have held was not over at the fence."""
 MOST_HURRY = 8.0
-PATIENCE = 32
-"""Steps for which something worse is kept at least, before something better is tried."""
-MOST_PATIENCE = 4096
 SETTLING_PROBE, SETTLED_PAIRS, SETTLING_STEPS = 8, 16, 256
 """One step in so many is a probe until there are so many pairs, or so many steps have passed."""
 OPEN_STEPS = 8
@@ -52,104 +50,6 @@ TOLERATED = 0.95
 """Part of the budget up to which an interval is kept."""
 MARGIN = 1.15
 """By which a shorter interval must fit."""
-
-
-class StepRecord(NamedTuple):
-    """One period of one rank, as `wire.messages.Timings` brings it. Times ns, sizes bytes.
-
-    Events may be left out (b"") to save time; then for all ranks of the step, or none: what one rank's copying costs
-    the others is only seen where both are there."""
-
-    rank: int
-    step: int
-    begun: int
-    period: int
-    events: bytes = b""
-    plan: int = 0
-    copied: bool = False
-    in_windows: int = 0
-    outside: int = 0
-    at_fence: int = 0
-    fence_ns: int = 0
-    held_ns: int = 0
-    overruns: int = 0
-    apart: bool = False
-    """The loop did something else: the period says nothing about training."""
-
-
-@dataclass(frozen=True)
-class RankSetup:
-    """What a rank has declared."""
-
-    rank: int
-    nbytes: int
-    """Of a snapshot: what this rank saves."""
-    held_bytes: int = 0
-    """What it would save if nothing were divided among replicas; 0: nothing is."""
-    schedule: Schedule | None = None
-    place: int = 0
-    """Of the rank in the pipeline."""
-    device_free: int = 0
-    """Bytes of device memory that a stage at the fence may take; 0: no device, or no room."""
-    device_rate: float = 0.0
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What holds from now on. `expected` is a part of the step time; `slowest` the rank that decides, -1: none."""
-
-    rung: str
-    interval: int
-    probe: int
-    plans: Mapping[int, RankPlan]
-    slowest: int
-    step_seconds: float
-    expected: float
-    why: str
-    changed: tuple[int, ...]
-    """Ranks whose plan is new; the interval or the reason may be new without any."""
-
-
-@dataclass(frozen=True)
-class RankSummary:
-    """Fields of `wire.messages.RankPacing`: seconds of one step, bytes of one snapshot, medians."""
-
-    rank: int
-    rung: str
-    bytes: int
-    window_seconds: float
-    in_windows: int
-    outside: int
-    at_fence: int
-    fence_seconds: float
-    held_seconds: float
-    overruns: int
-    """Counted since the rank declared."""
-    copy_rate: float
-
-
-class _Steady:
-    """A level that rises at once and falls with patience: higher is worse."""
-
-    def __init__(self, level: int) -> None:
-        self.level = level
-        self._since = 0
-        self._patience = PATIENCE
-        self._fell = -MOST_PATIENCE
-
-    def wait(self, step: int) -> bool:
-        """Whether it is too early to fall."""
-        return step - self._since < self._patience
-
-    def to(self, level: int, step: int) -> None:
-        """Another level holds from this step on."""
-        if level == self.level:
-            return
-        if level > self.level and step - self._fell < 8 * self._patience:
-            self._patience = min(MOST_PATIENCE, 2 * self._patience)  # what was better did not last
-        if level < self.level:
-            self._fell = step
-        self.level, self._since = level, step
 
 
 @dataclass
@@ -173,7 +73,7 @@ class _Rank:
     """Seconds that the fence waited under the plan."""
     short: dict[str, tuple[float, int]] = field(default_factory=dict)
     """By rung: seconds beyond what was planned, and when that was seen."""
-    rung: _Steady = field(default_factory=lambda: _Steady(0))
+    rung: Steady = field(default_factory=lambda: Steady(0))
     last: Step | None = None
 
 
@@ -201,7 +101,7 @@ class Governor:
         self._interference = Interference()
         self._guess = Belief()
         self._paired_for: tuple[tuple[int, str, int], ...] = ()
-        self._interval = _Steady(fixed.steps or 1)
+        self._interval = Steady(fixed.steps or 1)
         self._first = self._newest = -1
         self._every = 1
         self._decision: Decision | None = None
@@ -282,9 +182,10 @@ class Governor:
         self._every = max(1, every)
 
     def add(self, record: StepRecord) -> None:
-        """Take in one period. Raises FormatError for a period or events that cannot be, before anything is changed; a
-        period of an unknown rank, of a step that is not newer, or apart from training is ignored; other numbers that cannot be are clipped
-        and counted (`refused`)."""
+        """Take in one period. Raises FormatError for a period or events that cannot be, before anything is changed.
+
+        A period of an unknown rank, of a step that is not newer, or apart from training is ignored; other numbers that
+        cannot be are clipped and counted (`refused`)."""
         known = self._ranks.get(record.rank)
         if known is None or record.step <= known.newest:
             return

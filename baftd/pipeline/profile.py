@@ -13,7 +13,7 @@ from statistics import median
 
 from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import StageTimes
-from baftd.pipeline.timeline import Step
+from baftd.pipeline.timeline import Step, covered
 
 __all__ = ["KEPT", "WAKE", "Basis", "GapSum", "Profile", "low"]
 
@@ -151,13 +151,13 @@ class Profile:
         for kind in _COPYING:
             spans = [one for one in step.copying if one.kind is kind]
             nbytes = sum(one.bytes for one in spans)
-            seconds = sum(one.end - one.begin for one in spans)
+            seconds = covered((one.begin, one.end) for one in spans)
             self._copying[kind].append(seconds)
             if seconds > WAKE / 2 and nbytes > 0:
                 self._rates[kind].append(nbytes / seconds)
             if kind is EventKind.COPY_INSIDE:
                 for one in spans:
-                    gap = gap_of.get(one.ordinal, "tail")
+                    gap = gap_of.get(one.ordinal if one.ordinal >= 0 else -2 - one.ordinal, "tail")
                     copied_in[gap] = copied_in.get(gap, 0) + one.bytes
         self._copied_in.append(copied_in)
 

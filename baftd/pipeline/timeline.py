@@ -51,7 +51,7 @@ class Copying(NamedTuple):
     kind: EventKind
     """COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE."""
     ordinal: int
-    """Of the window; -1: none."""
+    """Of the window; -1: none; -2 - i: the i-th clock-anchored one."""
     begin: float
     end: float
     bytes: int
@@ -126,8 +126,8 @@ class Step:
                     bad + cut)  # fmt: skip
 
     def copied_seconds(self, kind: EventKind) -> float:
-        """Seconds for which the engine was at work."""
-        return sum(one.end - one.begin for one in self.copying if one.kind is kind)
+        """Seconds for which the engine was at work, alone or with several threads."""
+        return covered((one.begin, one.end) for one in self.copying if one.kind is kind)
 
 
 def _windows(
