@@ -15,6 +15,7 @@ from _report import Report, interleave, median, ratio, timed
 
 from baft_client.engine import CopyEngine, EngineState, Segment
 from baft_client.load_engine import load_engine
+from baftd.pipeline.events import EventKind, unpack_events
 
 __all__ = ["copying", "pattern", "shared_memory"]
 
@@ -52,6 +53,7 @@ def copying(report: Report, *, nbytes: int, rounds: int) -> None:
         with shared_memory(nbytes) as slot:
             _speeds(report, engine, slot, rounds)
         _gate(report, engine, min(nbytes, 64 << 20), rounds)
+        _windows(report, engine, min(nbytes, 16 << 20), rounds)
         _canary(report, engine, 1000 if nbytes >= 256 << 20 else 100, rounds)
     finally:
         engine.stop()
@@ -105,7 +107,7 @@ def _gate(report: Report, engine: CopyEngine, nbytes: int, rounds: int) -> None:
     for _ in range(20 * rounds):
         if engine.state in (EngineState.DONE, EngineState.IDLE):
             engine.start(target.ctypes.data, nbytes, table)
-        engine.open()
+        engine.open_window()
         until = time.perf_counter() + 0.0003
         while time.perf_counter() < until:
             time.sleep(0)
@@ -117,6 +119,46 @@ def _gate(report: Report, engine: CopyEngine, nbytes: int, rounds: int) -> None:
     engine.cancel()
     report.add("gate_close_us", median(late), unit="us", goal=200.0, better="lower",
                how="from closing the gate in mid-copy until the engine's thread has stopped")  # fmt: skip
+
+
+def _windows(report: Report, engine: CopyEngine, nbytes: int, rounds: int) -> None:
+    source, target = pattern(nbytes), np.ones(nbytes, dtype=np.uint8)
+    table = engine.prepare([Segment(source.ctypes.data, 0, nbytes)])
+    engine.start(target.ctypes.data, nbytes, table)
+
+    def pairs() -> None:
+        """With a copy armed that has no share in these windows, as in most of a step."""
+        for _ in range(500):
+            engine.open_window(0)
+            engine.close_window()
+
+    pair = [timed(pairs) / 500 * 1e6 for _ in range(5 * rounds)]
+    engine.flush(60.0)
+    opening: list[float] = []
+    first: list[float] = []
+    for _ in range(20 * rounds):
+        engine.start(target.ctypes.data, nbytes, table)
+        engine.spans()
+        until = time.perf_counter() + 0.001
+        while time.perf_counter() < until:
+            pass  # the training thread computes
+        began = time.monotonic_ns()
+        engine.open_window()
+        opening.append((time.monotonic_ns() - began) / 1e3)
+        time.sleep(0.002)  # it waits
+        engine.close_window()
+        engine.flush(60.0)
+        told = next((event for event in unpack_events(engine.spans()) if event.kind == EventKind.COPY_INSIDE), None)
+        if told is not None:
+            first.append((told.begin - began) / 1e3)
+    report.add("window_pair_us", median(pair), unit="us", goal=1.5, better="lower",
+               how="opening and closing a window that has nothing to copy")  # fmt: skip
+    report.add("window_open_us", median(opening), unit="us", goal=None, better="lower",
+               how="opening one that wakes the engine's thread")  # fmt: skip
+    if first:
+        report.add("window_first_byte_us", median(first), unit="us", goal=200.0, better="lower",
+                   how="from opening until the engine begins; windows in which it did not are left out: "
+                       f"{20 * rounds - len(first)} of {20 * rounds}")  # fmt: skip
 
 
 def _canary(report: Report, engine: CopyEngine, tensors: int, rounds: int) -> None:

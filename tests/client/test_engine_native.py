@@ -103,8 +103,11 @@ def test_a_wild_page_makes_no_unarmed_copy(rig: Rig) -> None:
     rig.start(table)
     rig.engine.cancel()
     with ControlPage.open(rig.control.path) as other:
-        for word in (1, 2, 3, 15, 0xFFFFFFF1, 0xFFFFFFFF):
+        for word in (1, 2, 3, 4, 5, 15, 0xFFFFFFF1, 0xFFFFFFFF):
             other.set("gate", word)
+            other.set("window", word)
+            other.set("budget", 1 << 40)
+            other.set("outside_pace", 1 << 40)
             rig.engine.set_pace(0)  # wakes the thread
             other.set("bytes_total", 1 << 40)
             other.set("bytes_copied", 1 << 41)
@@ -112,7 +115,16 @@ def test_a_wild_page_makes_no_unarmed_copy(rig: Rig) -> None:
             assert rig.engine.state == EngineState.IDLE
     assert (rig.image == 0xAA).all()
     rig.start(table)
+    rig.engine.open_window(4096)
+    with ControlPage.open(rig.control.path) as other:
+        for _ in range(20):
+            other.set("budget", 1 << 40)
+            other.set("spent", 0)
+            rig.engine.set_pace(0)
+    soon(lambda: rig.engine.progress() == 4096, "the budget that was given")
+    rig.engine.close_window()
     assert rig.engine.flush(20.0)
+    assert rig.engine.copied() == (4096, 0, MIB - 4096)
     rig.check()
 
 
@@ -155,6 +167,68 @@ def test_niceness_and_policy_are_the_threads_alone() -> None:
         assert os.sched_getscheduler(0) == os.SCHED_OTHER
     finally:
         engine.stop()
+
+
+def switches(thread: int) -> int:
+    """How often a thread has gone to sleep."""
+    status = Path(f"/proc/self/task/{thread}/status").read_text()
+    return int(status.split("\nvoluntary_ctxt_switches:\t")[1].split("\n")[0])
+
+
+def test_windows_with_nothing_to_copy_wake_nobody(rig: Rig) -> None:
+    """A wake-up costs the training thread tens of microseconds, and most windows of a step have nothing left to do."""
+    thread = copying_thread()
+
+    def slept_since(before: int) -> int:
+        soon(lambda: Path(f"/proc/self/task/{thread}/stat").read_text().rsplit(") ")[1][0] == "S", "sleep")
+        return switches(thread) - before
+
+    slept_since(0)
+    before = switches(thread)
+    for _ in range(200):  # nothing armed
+        rig.engine.open_window()
+        rig.engine.close_window(1000)
+        rig.engine.open()
+        rig.engine.close_window()
+    assert slept_since(before) == 0
+    rig.start(rig.table([noise(MIB)]))
+    for _ in range(200):  # nothing granted
+        rig.engine.open_window(0)
+        rig.engine.close_window()
+    assert slept_since(before) == 0
+    rig.engine.open_window()
+    soon(lambda: rig.engine.state == EngineState.DONE, "the copy")
+    assert slept_since(before) > 0
+    before = switches(thread)
+    for _ in range(200):  # nothing left
+        rig.engine.close_window()
+        rig.engine.open_window()
+    assert slept_since(before) == 0
+    rig.check()
+
+
+def test_the_page_tells_of_windows(rig: Rig) -> None:
+    page = rig.control
+    table = rig.table([noise(3 * MIB)])
+    rig.start(table)
+    for window in range(2):
+        rig.engine.open_window(MIB)
+        assert page.gate == Gate.WINDOW
+        assert page.get("window") == window + 1
+        assert page.get("budget") == MIB
+        soon(lambda window=window: page.get("bytes_inside") == (window + 1) * MIB, "the budget")  # type: ignore[misc]
+        assert page.get("spent") == MIB
+        rig.engine.close_window(window * 50 * MIB)
+        assert page.get("window") == 0
+        assert page.gate == (Gate.OUTSIDE if window else Gate.CLOSED)
+    assert page.get("outside_pace") == 50 * MIB
+    soon(lambda: page.get("bytes_outside") == MIB, "the rest, outside")
+    soon(lambda: page.get("engine") == EngineState.DONE, "DONE in the page")
+    assert page.get("window_opened") == page.get("window_closed") == 2
+    rig.start(table)
+    assert page.get("bytes_inside") == page.get("bytes_outside") == 0
+    assert rig.engine.flush(20.0)
+    assert page.gate == Gate.CLOSED
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
