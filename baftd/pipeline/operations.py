@@ -10,10 +10,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 from baftd.errors import UsageError
 from baftd.pipeline.events import OPERATIONS, EventKind
+
+if TYPE_CHECKING:
+    from baftd.pipeline.links import Links
 
 __all__ = ["Gap", "GapKind", "Operation", "Schedule", "Sends", "StageTimes", "Timed", "Timeline", "Times", "gap_kinds"]
 
@@ -28,7 +32,7 @@ class GapKind(str, enum.Enum):
     COOLDOWN = "cooldown"
     """After its last forward and its first backward, before its last operation."""
     DRAIN = "drain"
-    """After its last operation, where no barrier ends the step: before the last rank has ended."""
+    """After its last operation, but not in a collective: its last sends are not over."""
     COLLECTIVE = "collective"
     """After its last operation, waiting for the others in the collective that ends the step."""
     DATA = "data"
@@ -51,11 +55,12 @@ class Operation(NamedTuple):
 
 
 class Sends(str, enum.Enum):
-    """When a rank waits for what it has sent. A send is over when its receiver has asked for it (gloo, NCCL: nothing is
-    buffered), so a rank that waits for a send waits for the receiver."""
+    """When a rank waits for what it has sent. A send is over when its receiver has asked for it (gloo buffers nothing,
+    NCCL little), so a rank that waits for a send waits for the receiver."""
 
     FREE = "free"
-    """Never before the end of the step: models, and torch schedules with several stages a rank."""
+    """Never: models, and torch's schedules with several stages a rank, which post receives early and wait for sends
+    when all operations are done."""
     PHASES = "phases"
     """All forward sends before the first backward, all backward sends at the end: torch's GPipe."""
     PAIRED = "paired"
@@ -78,8 +83,7 @@ class Schedule:
     """Operations of each rank."""
     sends: Sends = Sends.FREE
     routes: tuple[tuple[int, ...], ...] = ()
-    """Stages that a micro-batch passes, first to last, where not all pass 0, 1, 2 ...: one route for each micro-batch.
-    """
+    """Chains of stages, first to last, each stage in one of them; empty: one chain 0, 1, 2 ... (Chimera has two)."""
 
     @staticmethod
     def of_orders(
@@ -109,9 +113,13 @@ class Schedule:
         """Stages of a rank."""
         return tuple(stage for stage, holder in enumerate(self.stage_rank) if holder == rank)
 
-    def route(self, micro: int) -> tuple[int, ...]:
-        """Stages that a micro-batch passes, first to last."""
-        return self.routes[micro] if self.routes else tuple(range(self.stages))
+    @cached_property
+    def links(self) -> Links:
+        """What each operation waits for, worked out once. Raises UsageError, naming rank and operation, for an order in
+        which ranks would wait for each other for ever."""
+        from baftd.pipeline.links import link
+
+        return link(self)
 
 
 @dataclass(frozen=True)
