@@ -102,6 +102,8 @@ class JobPacing:
         interval = settings.interval
         self._fixed = Interval() if interval is None else Interval(interval.steps, interval.seconds)
         self._probe = settings.overhead_probe if interval is None else 0
+        # Who says how often wants every one of these snapshots, whatever a fence waits for it.
+        self._fence_budget = settings.overhead_budget if interval is None else 0.0
         self.traces = TraceStore()
         self.failures = Failures(job)
         self.governor = self._new_governor()
@@ -265,6 +267,7 @@ class JobPacing:
                 fence_ns=message.fence_ns,
                 held_ns=message.held_ns,
                 overruns=message.overruns,
+                apart=message.apart,
             )
         )
         rank.newest = step
@@ -383,6 +386,7 @@ class JobPacing:
             further=plan.further,
             outside=plan.outside,
             timed=list(plan.timed),
+            budget=self._fence_budget,
             why=(plan.why or decision.why)[:4000],
         )
         self._job.counters.add("copy_plans")
