@@ -38,6 +38,7 @@ __all__ = ["NO_LIMIT", "Anchor", "Gate", "Windows"]
 
 MOST = 1 << 16
 """Windows that a period may have; what comes beyond is none."""
+_WINDOW = EventKind.WINDOW
 
 
 class Gate(Protocol):
@@ -135,8 +136,9 @@ class Windows:
         """The wait is over. The engine stops within 256 KiB. Does nothing where this thread has no window open."""
         if self._owner != get_ident():
             return
-        self._depth -= 1
-        if not self._depth:
+        if self._depth > 1:
+            self._depth -= 1
+        else:
             self._close()
 
     def _close(self) -> None:
@@ -144,7 +146,7 @@ class Windows:
         if gate is not None:
             gate.close_window(self._outside)
         self._owner = 0
-        self._add(EventKind.WINDOW, self._kind, len(self._granted) - 1, self._began, self._now(), self._budget)
+        self._add(_WINDOW, self._kind, len(self._granted) - 1, self._began, self._now(), self._budget)
 
     @contextmanager
     def waiting(self, kind: EventKind) -> Iterator[None]:
@@ -180,7 +182,7 @@ class Windows:
         first = len(self._granted)
         for number, (begin, end, budget) in enumerate(spans, first):
             self._granted.append(budget)
-            self._add(EventKind.WINDOW, EventKind.SCHEDULE, number, begin, end, budget)
+            self._add(_WINDOW, EventKind.SCHEDULE, number, begin, end, budget)
         return first
 
     def end(self) -> list[int]:
