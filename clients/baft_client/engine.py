@@ -155,7 +155,8 @@ class CopyEngine(Protocol):
     def close_window(self, outside: int = 0) -> None:
         """Close the gate, or go on at `outside` bytes a second until the next window. Returns at once.
 
-        The thread stops (or takes up that pace) within 256 KiB. Windows of `timed` stay in force.
+        The thread stops (or takes up that pace) within 256 KiB; after `open` the Python engine within 1 MiB. Windows of
+        `timed` stay in force.
         """
 
     def timed(self, windows: Sequence[tuple[int, int, int]]) -> None:
