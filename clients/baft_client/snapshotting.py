@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from baft_client.allowance import Allowance
 from baft_client.declared import Layout
 from baft_client.io_thread import IoThread, LinkState
 from baft_client.joining import ask
@@ -97,6 +98,9 @@ class Snapshotting:
         self._declare_error: BaftError | None = None
         self._came = True
         """Windows came in the former period, or it is not known yet whether they do."""
+        self._allowance = Allowance()
+        self._forced = False
+        """Somebody waits for the snapshot in progress: its fence takes the time that it needs."""
         self._log = get_logger("client").bind(job=identity.job, rank=identity.rank)
 
     # ------------------------------------------------------------ a period
@@ -105,8 +109,11 @@ class Snapshotting:
         """The boundary: no window is open from here on, and what the former period copied is put down. Returns the
         budgets of its windows."""
         granted = self._windows.end()
-        if self._windows.sources and self._periods.step >= 0:
-            self._came = bool(granted)
+        if self._periods.step >= 0:
+            if self._windows.sources:
+                self._came = bool(granted)
+            budget = 0.0 if self.plan is None else self.plan.budget
+            self._allowance.passed(time.monotonic_ns() - self._periods.begun, budget)
         if self._armed:
             self._periods.copied = self._layout.copied()
             self._armed = False
@@ -185,6 +192,8 @@ class Snapshotting:
         if pace is not None:
             self._windows.arm(*writer.gates())
         self.taken = step
+        self._forced = force
+        self._allowance.begun()
         self._layout.page(step=step, updates=updates)
         self._counters.began += 1
         self.snapshot.held = self._clock() - began
@@ -254,9 +263,12 @@ class Snapshotting:
             self.drop()
             return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
         deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
+        if self.plan is not None and self.plan.budget and not self._forced:
+            deadline = min(deadline, self._allowance.seconds)
         result = writer.seal(snapshot, updates=updates, deadline=deadline)
         self.snapshot = None
         self._periods.fenced(began_ns, left=snapshot.left, waited=snapshot.waited)
+        self._allowance.waited(snapshot.waited)
         self._counters.audits += snapshot.audited is not None
         now = self._clock()
         self._counters.held_seconds += now - began

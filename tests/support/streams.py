@@ -1,8 +1,8 @@
 """A device that runs its streams in any order that their events allow, to try what code does with streams.
 
 No GPU is needed: within `Device.installed` copies and clones of tensors are not carried out but put into the queue of
-the current stream, as on a device that lags behind its host. `step` carries out the next operation of one stream that is not held back,
-chosen at random; so a missing wait shows as bytes that are wrong for some seed.
+the current stream, as on a device that lags behind its host. `step` carries out the next operation of one stream that
+is not held back, chosen at random; so a missing wait shows as bytes that are wrong for some seed.
 """
 
 from __future__ import annotations

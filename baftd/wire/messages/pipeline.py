@@ -93,6 +93,9 @@ class CopyPlan(Message, tag="copy_plan"):
     """Bytes a second copied while no window is open; 0: none."""
     timed: Annotated[list[tuple[Count, Count, Count]], Meta(max_length=1 << 16)] = []
     """Clock-anchored windows: begin and end in ns after the boundary, and bytes. For adapters that ask."""
+    budget: float = 0.0
+    """Part of the time that fences may wait, over some steps: a snapshot that needs more is given up as late. 0: no
+    limit, each is waited for."""
     why: Text = ""
 
 

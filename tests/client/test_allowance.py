@@ -1,0 +1,62 @@
+"""What a fence may wait: the budget over a few steps, never more over many."""
+
+from __future__ import annotations
+
+import pytest
+
+from baft_client.allowance import PERIODS, Allowance
+
+STEP = 100_000_000
+"""ns."""
+
+
+def test_without_a_budget_nothing_is_allowed_and_with_one_it_is_there_at_once() -> None:
+    allowance = Allowance()
+    for _ in range(5):
+        allowance.passed(STEP, 0.0)
+    assert allowance.seconds == 0.0
+    allowance.passed(STEP, 0.01)
+    assert allowance.seconds == pytest.approx(PERIODS * 0.001)
+
+
+def test_it_fills_up_to_some_steps_and_no_further() -> None:
+    allowance = Allowance()
+    for _ in range(50):
+        allowance.passed(STEP, 0.01)
+        allowance.begun()
+    assert allowance.seconds == pytest.approx(PERIODS * 0.001)
+    allowance.waited(7_000_000)
+    assert allowance.seconds == pytest.approx(0.001)
+    allowance.passed(STEP, 0.01)
+    assert allowance.seconds == pytest.approx(0.002)
+
+
+def test_over_many_steps_fences_wait_for_no_more_than_the_budget() -> None:
+    allowance, waited, steps = Allowance(), 0.0, 400
+    for _ in range(steps):
+        allowance.passed(STEP, 0.01)
+        allowance.begun()
+        now = allowance.seconds
+        allowance.waited(int(now * 1e9))
+        waited += now
+    assert waited <= 0.01 * (steps + PERIODS) * STEP * 1e-9 + 1e-6
+
+
+def test_what_a_longer_interval_has_saved_serves_its_fence() -> None:
+    allowance = Allowance()
+    for _ in range(3):
+        for _ in range(30):
+            allowance.passed(STEP, 0.01)
+        allowance.begun()
+        fence = allowance.seconds
+        allowance.waited(int(0.03 * 1e9))
+    assert fence >= 0.03
+
+
+def test_a_fence_that_waited_too_long_is_paid_back() -> None:
+    allowance = Allowance()
+    allowance.passed(STEP, 0.01)
+    allowance.waited(1_000_000_000)
+    assert allowance.seconds == 0.0
+    allowance.passed(STEP, 0.01)
+    assert allowance.seconds == 0.0
