@@ -20,6 +20,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -53,6 +54,12 @@ LOSS = "_maybe_compute_loss"
 """Method of a schedule, called on the last stage after each forward: part of that operation."""
 
 
+class _Covers:
+    """In the place of `Waits` where there is none."""
+
+    covered = False
+
+
 class PipelineObserver:
     """Observes one schedule from its making until `detach()`. Observers of one schedule, and of several, know nothing
     of each other, and may end in any order."""
@@ -72,13 +79,17 @@ class PipelineObserver:
         waits: is told when a step of the schedule begins and ends, and leaves the pipeline's own waits alone.
         say: told once, in a sentence, where waits cannot be seen.
         """
-        self.recorder, self.windows = recorder, windows
+        self.add, self.enter, self.leave = recorder.add, windows.enter, windows.leave
+        self.covers = _Covers() if waits is None else waits
+        """Told that this observer stands for the waits of the thread, while it does."""
         self.plain = False
         """Waits cannot be seen: gaps between operations stand for them."""
         self.trained = True
         """The step under way has backward passes."""
-        self._waits, self._say = waits, say
-        self._awaits = False
+        self._waits, self._windows, self._say = waits, windows, say
+        self.pending = False
+        """There is a forward or a gap to end before the next operation: one of the two below."""
+        self.awaits = False
         """Has other ranks to wait for, and no wait has been seen yet."""
         self._forward: tuple[int, int, int, int] | None = None
         """A forward of the last stage whose loss is still to come: stage, micro-batch, begin and end."""
@@ -93,7 +104,7 @@ class PipelineObserver:
             self.detach()
             raise
         if any(getattr(stage, "group_size", 1) > 1 for stage in stages):
-            self._awaits = True
+            self.awaits = True
             windows.register("pipeline")
 
     @classmethod
@@ -114,17 +125,18 @@ class PipelineObserver:
         with _patching:
             while self._patches:
                 self._patches.pop().give_back(self)
-        self.windows.unregister("pipeline")
+        self._windows.unregister("pipeline")
 
     def _install(self, schedule: Any, stages: list[Any]) -> None:
-        whole = callable(getattr(schedule, LOSS, None))
+        with_loss = callable(getattr(schedule, LOSS, None))
         for stage in stages:
+            last = with_loss and bool(getattr(stage, "is_last", False))
             for name, kind in OPERATIONS.items():
                 if callable(getattr(stage, name, None)):
-                    loss = whole and kind is FORWARD and bool(getattr(stage, "is_last", False))
+                    loss = last and kind is FORWARD
                     self._patch(stage, name, functools.partial(_operation, kind, int(stage.stage_index), loss))
-        if whole:
-            self._patch(schedule, LOSS, _loss)
+            if last:
+                self._patch(schedule, LOSS, _loss)
         modules = list(_modules_with_waits(type(schedule)))
         for module in modules:
             self._patch(module, BATCH, _batch)
@@ -134,7 +146,7 @@ class PipelineObserver:
         # Last: what is under way in other threads is noticed from here on, by wrappers that are all there.
         self._patch(schedule, "step", functools.partial(_step, schedule))
 
-    def _patch(self, owner: Any, name: str, make: Callable[[Callable[..., Any], list[PipelineObserver]], Any]) -> None:
+    def _patch(self, owner: Any, name: str, make: Make) -> None:
         self._patches.append(_Patch.take(self, owner, name, make))
 
     def _observe_plainly(self, why: str) -> None:
@@ -146,7 +158,7 @@ class PipelineObserver:
 
     def entered(self, now: int, trained: bool) -> None:
         """A step of the schedule begins. `trained`: with backward passes."""
-        self.trained, self._forward, self._gap = trained, None, 0
+        self.trained, self._forward, self._gap, self.pending = trained, None, 0, False
         if self._waits is not None:
             self._waits.schedule_entered()
         if self.plain:
@@ -154,74 +166,56 @@ class PipelineObserver:
 
     def left(self, begin: int, end: int, returned: bool) -> None:
         """It is over. `returned`: without an exception."""
-        if self._gap:
-            self._gap_ends(end)
-        if self._forward is not None:
-            self._flush()
-        self.recorder.add(SCHEDULE, -1, -1, begin, end, 0 if self.trained else 1)
+        if self.pending:
+            self.end_pending(end)
+        self.add(SCHEDULE, -1, -1, begin, end, 0 if self.trained else 1)
         if not (returned and self.trained):
             return
-        if self._awaits:
-            self._awaits = False
+        if self.awaits:
+            self.awaits = False
             if not self.plain:
                 self._observe_plainly(f"the schedule does not wait by {WAIT}")
         if self._waits is not None:
             self._waits.schedule_returned()
 
-    def operation_begins(self, now: int) -> None:
-        """Called where there is something to end first."""
+    def end_pending(self, now: int) -> None:
+        """An operation or a wait begins: a gap ends, and a forward after which no loss was computed ended before."""
+        self.pending = False
         if self._gap:
             self._gap_ends(now)
         if self._forward is not None:
-            self._flush()
-
-    def operation_ended(self, kind: EventKind, stage: int, micro: int, begin: int, end: int) -> None:
-        """One of them, whole."""
-        self.recorder.add(kind, stage, micro, begin, end)
-        if self.plain:
-            self._gap_begins(end)
+            stage, micro, begin, end = self._forward
+            self._forward = None
+            self.add(FORWARD, stage, micro, begin, end)
 
     def forward_ended(self, stage: int, micro: int, begin: int, end: int) -> None:
         """A forward of the last stage: its loss comes next."""
-        self._forward = (stage, micro, begin, end)
+        self._forward, self.pending = (stage, micro, begin, end), True
 
     def loss_ended(self, now: int) -> None:
         """The loss of that forward is there."""
         if self._forward is not None:
             stage, micro, begin, _ = self._forward
-            self._forward = None
-            self.operation_ended(FORWARD, stage, micro, begin, now)
-
-    def wait_begins(self, kind: EventKind) -> None:
-        """Open a window."""
-        self._awaits = False
-        if self._forward is not None:
-            self._flush()
-        if self._waits is not None:
-            self._waits.covered = True
-        self.windows.enter(kind)
-
-    def wait_ended(self, kind: EventKind, begin: int, end: int) -> None:
-        """Close it."""
-        self.windows.leave()
-        if self._waits is not None:
-            self._waits.covered = False
-        self.recorder.add(kind, -1, -1, begin, end)
-
-    def _flush(self) -> None:
-        """A forward of the last stage after which no loss was computed."""
-        assert self._forward is not None
-        stage, micro, begin, end = self._forward
-        self._forward = None
-        self.recorder.add(FORWARD, stage, micro, begin, end)
+            self._forward, self.pending = None, False
+            self.add(FORWARD, stage, micro, begin, now)
+            if self.plain:
+                self._gap_begins(now)
 
     def _gap_begins(self, now: int) -> None:
-        self._gap = now
-        self.wait_begins(WAIT_MIXED)
+        self._gap, self.pending = now, True
+        self.covers.covered = True
+        self.enter(WAIT_MIXED)
 
     def _gap_ends(self, now: int) -> None:
         begin, self._gap = self._gap, 0
-        self.wait_ended(WAIT_MIXED, begin, now)
+        self.leave()
+        self.covers.covered = False
+        self.add(WAIT_MIXED, -1, -1, begin, now)
+
+    def operation_ended(self, kind: EventKind, stage: int, micro: int, begin: int, end: int) -> None:
+        """One of them, in a step that is observed plainly."""
+        self.add(kind, stage, micro, begin, end)
+        self._gap_begins(end)
 
 
 def _modules_with_waits(kind: type) -> Iterator[Any]:
@@ -239,15 +233,8 @@ def _modules_with_waits(kind: type) -> Iterator[Any]:
 
 # ------------------------------------------------------------------------------------ wrappers
 
-
-class _Running(threading.local):
-    """Observers of the schedule whose step() is on this thread's stack. Empty within an operation or a wait that is
-    already noticed: another wrapper around the same function passes through."""
-
-    observers: tuple[PipelineObserver, ...] = ()
-
-
-_running = _Running()
+_running: dict[int, tuple[PipelineObserver, ...]] = {}
+"""Observers of the schedule whose step() is on the stack, by thread. What runs outside of one is nobody's."""
 _patching = threading.RLock()
 
 
@@ -258,14 +245,16 @@ class _Works(list[Any]):
     kind: EventKind
 
 
+Make = Callable[[Callable[..., Any], list[PipelineObserver]], Callable[..., Any]]
+"""Makes a wrapper of what it wraps and the observers that use it."""
+
+
 class _Patch:
     """A wrapper in the place of `owner.name`, shared by all observers that want it there."""
 
     _all: ClassVar[dict[tuple[int, str], _Patch]] = {}
 
-    def __init__(
-        self, owner: Any, name: str, make: Callable[[Callable[..., Any], list[PipelineObserver]], Any]
-    ) -> None:
+    def __init__(self, owner: Any, name: str, make: Make) -> None:
         self._owner, self._name = owner, name
         self._users: list[PipelineObserver] = []
         self._own = name in vars(owner)
@@ -274,29 +263,21 @@ class _Patch:
         setattr(owner, name, self._wrapper)
 
     @classmethod
-    def take(
-        cls,
-        user: PipelineObserver,
-        owner: Any,
-        name: str,
-        make: Callable[[Callable[..., Any], list[PipelineObserver]], Any],
-    ) -> _Patch:
+    def take(cls, user: PipelineObserver, owner: Any, name: str, make: Make) -> _Patch:
         """The wrapper that is there, or a new one."""
         patch = cls._all.get((id(owner), name))
-        if patch is None or vars(owner).get(name) is not patch._wrapper:
+        if patch is None:
             patch = cls._all[id(owner), name] = cls(owner, name, make)
         patch._users.append(user)
         return patch
 
     def give_back(self, user: PipelineObserver) -> None:
-        """Take the wrapper away with its last user. One that somebody has wrapped in turn stays, and does nothing."""
+        """Take the wrapper away with its last user. One that somebody has wrapped in turn stays where it is, passes
+        everything through, and serves the next observer."""
         self._users.remove(user)
-        if self._users:
+        if self._users or vars(self._owner).get(self._name) is not self._wrapper:
             return
-        if self._all.get((id(self._owner), self._name)) is self:
-            del self._all[id(self._owner), self._name]
-        if vars(self._owner).get(self._name) is not self._wrapper:
-            return
+        del self._all[id(self._owner), self._name]
         if self._own:
             setattr(self._owner, self._name, self._before)
         else:
@@ -309,20 +290,24 @@ def _step(schedule: Any, inner: Callable[..., Any], users: list[PipelineObserver
     def step(*args: Any, **kwargs: Any) -> Any:
         if not users:
             return inner(*args, **kwargs)
-        outer, observers = _running.observers, tuple(users)
+        thread, observers = get_ident(), tuple(users)
+        outer = _running.get(thread)
         trained = bool(getattr(schedule, "_has_backward", True))
         returned = False
-        _running.observers = observers
         begin = monotonic_ns()
-        for observer in observers:
-            observer.entered(begin, trained)
+        _running[thread] = observers
         try:
+            for observer in observers:
+                observer.entered(begin, trained)
             result = inner(*args, **kwargs)
             returned = True
             return result
         finally:
             end = monotonic_ns()
-            _running.observers = outer
+            if outer is None:
+                del _running[thread]
+            else:
+                _running[thread] = outer
             for observer in observers:
                 observer.left(begin, end, returned)
 
@@ -335,19 +320,15 @@ def _operation(
     """Around a method of a stage. `loss`: the loss belongs to it, and comes later."""
 
     def operation(*args: Any, **kwargs: Any) -> Any:
-        observers = _running.observers
-        if not observers or (kind is not FORWARD and not observers[0].trained):
+        observers = _running.get(get_ident())
+        if observers is None or (kind is not FORWARD and not observers[0].trained):
             return inner(*args, **kwargs)  # a step without backward passes calls those, too, and they do nothing
-        _running.observers = ()
         begin = monotonic_ns()
-        try:
-            for observer in observers:
-                if observer._gap or observer._forward is not None:
-                    observer.operation_begins(begin)
-                    begin = monotonic_ns()
-            result = inner(*args, **kwargs)
-        finally:
-            _running.observers = observers
+        for observer in observers:
+            if observer.pending:
+                observer.end_pending(begin)
+                begin = monotonic_ns()
+        result = inner(*args, **kwargs)
         end = monotonic_ns()
         what, micro = kind, -1
         if kind is not REDUCE:
@@ -357,8 +338,10 @@ def _operation(
         for observer in observers:
             if loss:
                 observer.forward_ended(stage, micro, begin, end)
-            else:
+            elif observer.plain:
                 observer.operation_ended(what, stage, micro, begin, end)
+            else:
+                observer.add(what, stage, micro, begin, end)
         return result
 
     return operation
@@ -369,11 +352,9 @@ def _loss(inner: Callable[..., Any], _: list[PipelineObserver]) -> Callable[...,
 
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = inner(*args, **kwargs)
-        observers = _running.observers
-        if observers:
-            now = monotonic_ns()
-            for observer in observers:
-                observer.loss_ended(now)
+        for observer in _running.get(get_ident(), ()):
+            if observer.pending:
+                observer.loss_ended(monotonic_ns())
         return result
 
     return loss
@@ -383,35 +364,44 @@ def _batch(inner: Callable[..., Any], _: list[PipelineObserver]) -> Callable[...
     """Around the start of sends and receives: says what the returned works are."""
 
     def batch(p2p_ops: Any, *args: Any, **kwargs: Any) -> Any:
-        works = inner(p2p_ops, *args, **kwargs)
-        if type(works) is not list or not works or not _running.observers:
+        works = inner(p2p_ops, *args, **kwargs) if args or kwargs else inner(p2p_ops)
+        if not works or type(works) is not list or get_ident() not in _running:
             return works
-        names = {operation.op.__name__ for operation in p2p_ops}
         said = _Works(works)
-        said.kind = WAIT_RECV if names == {"irecv"} else WAIT_SEND if names == {"isend"} else WAIT_MIXED
+        first = p2p_ops[0].op.__name__
+        said.kind = _DIRECTIONS.get(first, WAIT_MIXED)
+        if len(p2p_ops) > 1 and any(other.op.__name__ != first for other in p2p_ops):
+            said.kind = WAIT_MIXED
         return said
 
     return batch
+
+
+_DIRECTIONS = {"irecv": WAIT_RECV, "isend": WAIT_SEND}
 
 
 def _wait(inner: Callable[..., Any], _: list[PipelineObserver]) -> Callable[..., Any]:
     """Around the wait for a list of works: a window."""
 
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        observers = _running.observers
-        if not observers or not work:
+        observers = _running.get(get_ident())
+        if observers is None or not work:
             return inner(work, *args, **kwargs)
         kind = work.kind if type(work) is _Works else WAIT_MIXED
-        _running.observers = ()
         for observer in observers:
-            observer.wait_begins(kind)
+            if observer.pending:
+                observer.end_pending(monotonic_ns())
+            observer.awaits = False
+            observer.covers.covered = True
+            observer.enter(kind)
         begin = monotonic_ns()
         try:
-            return inner(work, *args, **kwargs)
+            return inner(work, *args, **kwargs) if args or kwargs else inner(work)
         finally:
             end = monotonic_ns()
-            _running.observers = observers
             for observer in observers:
-                observer.wait_ended(kind, begin, end)
+                observer.leave()
+                observer.covers.covered = False
+                observer.add(kind, -1, -1, begin, end)
 
     return wait

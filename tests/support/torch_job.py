@@ -14,6 +14,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -79,6 +80,37 @@ class Embed(nn.Module):
         return self.words(x)
 
 
+class _Sleep(torch.autograd.Function):
+    """Occupies a device and no CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor, seconds: float) -> torch.Tensor:
+        """The same tensor, later."""
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Twice as long."""
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Slow(nn.Module):
+    """Takes its time, and has some weight to copy: `nbytes` of it, and twice as much in the optimizer."""
+
+    def __init__(self, seconds: float, nbytes: int) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.table = nn.Parameter(torch.linspace(-1.0, 1.0, nbytes // 4))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        """Of any shape to the same."""
+        slept: torch.Tensor = _Sleep.apply(h * (1 + self.table.mean()), self.seconds)  # type: ignore[no-untyped-call]
+        return slept
+
+
 def layers(count: int) -> list[nn.Module]:
     """The whole model, as layers."""
     return [Embed(), *(Block() for _ in range(count)), nn.Linear(DIM, WORDS)]
@@ -92,7 +124,7 @@ def loss_of(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 class Setup:
     """Model, loader and one step of the given kind for this rank."""
 
-    def __init__(self, kind: str, rank: int, world: int, workers: int) -> None:
+    def __init__(self, kind: str, rank: int, world: int, workers: int, slow: tuple[float, int] | None = None) -> None:
         torch.manual_seed(11)
         random.seed(rank)
         np.random.seed(rank)
@@ -100,7 +132,7 @@ class Setup:
         self.schedule: Any = None
         made = layers(2 if kind != "pipeline" else max(2, world - 2))
         if kind == "pipeline":
-            self.model: nn.Module = self._stage(made)
+            self.model: nn.Module = self._stage(made, slow)
         else:
             self.model = nn.Sequential(*made)
         if kind == "ddp":
@@ -132,11 +164,13 @@ class Setup:
             np.random.seed(0)
         self._batches: Any = None
 
-    def _stage(self, made: list[nn.Module]) -> nn.Module:
+    def _stage(self, made: list[nn.Module], slow: tuple[float, int] | None) -> nn.Module:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
         per = -(-len(made) // self.world)
         mine = nn.Sequential(*made[self.rank * per : (self.rank + 1) * per])
+        if slow is not None:
+            mine.append(Slow(*slow))
         device = torch.device("cpu")
         stage = PipelineStage(mine, self.rank, self.world, device)
         self.schedule = Schedule1F1B(stage, n_microbatches=MICRO, loss_fn=loss_of)
@@ -182,6 +216,7 @@ def main() -> None:
     parser.add_argument("--no-baft", action="store_true")
     parser.add_argument("--kill", default="")
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--slow", default="", help="SECONDS:BYTES of each stage's forward, and of its weight")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -189,7 +224,8 @@ def main() -> None:
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if args.kind != "plain":
         torch.distributed.init_process_group("gloo", rank=rank, world_size=world)
-    setup = Setup(args.kind, rank, world, args.workers)
+    seconds, _, nbytes = args.slow.partition(":")
+    setup = Setup(args.kind, rank, world, args.workers, (float(seconds), int(nbytes)) if args.slow else None)
     kill_step, kill_point, kill_rank = (args.kill or "-1:none:-1").split(":")
     step = 0
 
