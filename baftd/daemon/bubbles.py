@@ -24,6 +24,8 @@ __all__ = ["bubbles", "pacing_status"]
 COLLECTIVE = GapKind.COLLECTIVE.value
 PIPELINE = frozenset(kind.value for kind in GapKind if kind is not GapKind.DATA)
 """Kinds that a model of the schedule foretells."""
+WITHOUT_PLAN = "unplanned"
+"""The rung of a rank that has no copy plan yet: it copies as its adapter does without one."""
 SMALL = 0.005
 """Part of the step: gaps of one kind that are shorter, predicted and measured, say nothing about the model."""
 
@@ -61,7 +63,7 @@ def _rank(pacing: JobPacing, rank: int) -> RankPacing:
     found = pacing.governor.summary(rank)
     return RankPacing(
         rank=rank,
-        rung=found.rung,
+        rung=found.rung or WITHOUT_PLAN,
         bytes=found.bytes,
         window_seconds=found.window_seconds,
         in_windows=found.in_windows,

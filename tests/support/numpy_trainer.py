@@ -15,12 +15,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from baftd.pipeline.events import EventKind, pack_order
 from tests.support.daemon import ROOT, RunDirs
 
 if TYPE_CHECKING:
@@ -79,6 +82,9 @@ def main() -> None:
         options["job"], state, extra=lambda: {"step": at, "note": "x" * 100}, strict=options.get("strict"), **session
     )
     at = 0
+    stage: dict[str, Any] | None = options.get("stage")
+    if stage is not None:
+        stand_in(checkpointer.session, stage)
 
     def wait_for_word(name: str) -> None:
         say("waiting", at=name, step=at)
@@ -98,6 +104,8 @@ def main() -> None:
                 wait_for_word("resumed")
             for step in range(first, options["steps"]):
                 time.sleep(options.get("pause", 0.0))
+                if stage is not None:
+                    run_stage(ck.session, stage, step + 1)
                 with ck.update():
                     update(state, step, rank)
                 if options.get("settle", True) and step > first and not ck.session.fenced:
@@ -127,6 +135,56 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the test reads what it was
         say("failed", error=type(error).__name__, text=str(error), exit_code=getattr(error, "exit_code", 1))
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def stand_in(session: Any, stage: dict[str, Any]) -> None:
+    """Say which stage of a pipeline this rank is, and that its waits are windows."""
+    from baftd.wire.messages import ScheduleSaid
+
+    said = dict(stage["said"])
+    session.schedule = ScheduleSaid(order=pack_order(tuple(one) for one in said.pop("order")), **said)
+    session.stages = tuple(said["own"])
+    session.windows.register("stage")
+
+
+def run_stage(session: Any, stage: dict[str, Any], step: int) -> None:
+    """The operations and waits of one step, by the clock: they occupy nothing. A barrier of all ranks ends it."""
+    begun = time.monotonic()
+    for kind, number, micro, begin, end in stage["operations"]:
+        if begun + begin - time.monotonic() > 2e-4:
+            with waited(session, EventKind.WAIT_RECV):
+                sleep_until(begun + begin)
+        started = time.monotonic_ns()
+        sleep_until(begun + end)
+        session.recorder.add(EventKind(kind), number, micro, started, time.monotonic_ns())
+    with waited(session, EventKind.WAIT_COLLECTIVE):
+        sleep_until(begun + stage["period"])
+        meet(stage["meet"], session.rank, step)
+
+
+@contextmanager
+def waited(session: Any, kind: EventKind) -> Iterator[None]:
+    """A wait: put down, and a window."""
+    began = time.monotonic_ns()
+    with session.windows.waiting(kind):
+        yield
+    session.recorder.add(kind, -1, -1, began, time.monotonic_ns())
+
+
+def meet(path: str, rank: int, step: int) -> None:
+    """Wait until every rank has come to `step`: one counter a rank in a file of shared memory."""
+    counters = np.memmap(path, dtype=np.int64, mode="r+")
+    counters[rank] = step
+    deadline = time.monotonic() + 60
+    while counters.min() < step:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"rank {rank}: ranks {counters.tolist()} did not come to step {step}")
+        time.sleep(1e-4)
+
+
+def sleep_until(moment: float) -> None:
+    """Of `time.monotonic`."""
+    time.sleep(max(0.0, moment - time.monotonic()))
 
 
 def hold_then_die(checkpointer: Any, chunk: int) -> None:
@@ -182,7 +240,7 @@ class TrainerProcess:
         **options: Any,
     ) -> None:
         """`options`: kill={"step": k, "chunk": c}, settle, pause, wait_at, fork_worker, engine, strict, fresh,
-        takeover: see `main`. With `zygote` the process is forked there."""
+        takeover, stage: see `main`. With `zygote` the process is forked there."""
         self.job, self.rank = job, rank
         self.events: list[dict[str, Any]] = []
         self._waits = False
