@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import hypot
 from statistics import median
 
 from baftd.pipeline.costs import Belief, Paired, believe
@@ -39,9 +40,12 @@ FIRST_SPEND, MOST_SPEND, LEAST_SPEND = 0.4, 0.95, 0.1
 MORE_SPEND, LESS_SPEND = 0.05, 0.85
 """It rises by so much with every step whose windows were as long as usual, and falls to so much of itself where a
 snapshot that the windows should have held was not over at the fence."""
+SPEND_STEP = 0.1
+"""By which the part that is granted changes before the plan does."""
 MOST_HURRY = 8.0
-SETTLING_PROBE, SETTLED_PAIRS, SETTLING_STEPS = 8, 16, 256
-"""One step in so many is a probe until there are so many pairs, or so many steps have passed."""
+SETTLING_PROBE, SETTLING_STEPS = 8, 2048
+"""One step in so many is a probe at first, for so many steps at most: while the budget is not two standard errors from
+what a snapshot costs."""
 OPEN_STEPS = 8
 """Steps that wait for their last rank."""
 REMEMBERED = 512
@@ -63,8 +67,9 @@ class _Rank:
     option: Option | None = None
     plan: RankPlan | None = None
     """The last one that was decided, and what it stood on."""
-    basis: Basis = field(default_factory=lambda: Basis(0.0, 0.0, 0.0))
-    granted_bytes: int = 0
+    basis: Basis | None = None
+    planned_for: tuple[object, ...] = ()
+    """Whatever else makes a new plan when it changes."""
     before: int = 0
     """Generation that was in force when it was decided: another one is the new one."""
     seen: int = 0
@@ -105,6 +110,8 @@ class Governor:
         self._first = self._newest = -1
         self._every = 1
         self._decision: Decision | None = None
+        self._uncertain = 1.0
+        """Standard error of what a snapshot costs, as part of a step."""
         self.refused = 0
         """Numbers that could not be, and were clipped."""
 
@@ -301,10 +308,15 @@ class Governor:
             rank = known.setup.rank
             if self._take(known, choice.ranks[rank], facts[rank], step):
                 changed.append(rank)
+        self._uncertain = max(
+            hypot(belief.inside_error * one.inside, belief.outside_error * one.outside)
+            for one in choice.ranks.values()
+        ) / max(choice.step, 1e-9)
         rungs = tuple((rank, choice.ranks[rank].rung, facts[rank].bytes) for rank in sorted(facts))
         if rungs != self._paired_for:
             if self._paired_for:
                 self._guess = belief.carried()
+                self._first = self._newest
             self._paired_for = rungs
             self._pairs.forget()
         return self._say(choice, facts, changed)
@@ -390,36 +402,31 @@ class Governor:
 
     def _take(self, known: _Rank, option: Option, facts: RankFacts, step: int) -> bool:
         """Make the option the rank's plan, unless the one it has will do. Returns whether it is new."""
-        plan, old, basis = option.plan, known.plan, known.profile.basis()
+        plan, basis = option.plan, known.profile.basis()
         setup = known.setup
         if setup.schedule is not None and not known.profile.has_operations:
             gaps = clock_gaps(setup.schedule, setup.place, facts.step)
             plan = replace(plan, timed=timed_plan(gaps, setup.nbytes, facts.inside, FIRST_SPEND))
-        drifted = known.basis.drifted(basis)
-        if old is not None and known.option is not None and not drifted and setup.nbytes == known.granted_bytes:
-            alike = (
-                old.rung == plan.rung
-                and len(old.windows) == len(plan.windows)
-                and _near(sum(old.windows), sum(plan.windows))
-                and _near(old.outside, plan.outside)
-                and len(old.timed) == len(plan.timed)
-            )
-            if alike:
-                return False
+        drifted = known.basis is not None and known.basis.drifted(basis)
+        planned_for = (plan.rung, facts.hurry, setup.nbytes, bool(plan.timed), known.last is None)
+        alike = not drifted and planned_for == known.planned_for
+        if alike and known.option is not None and abs(option.spend - known.option.spend) <= SPEND_STEP:
+            return False
         if drifted:
             known.short = {option.rung: known.short[option.rung]} if option.rung in known.short else {}
         known.rung.to(RUNGS.index(plan.rung), step)
         known.plan = replace(plan, why=rank_reason(option, facts))
-        known.option, known.basis, known.granted_bytes = option, basis, setup.nbytes
+        known.option, known.basis, known.planned_for = option, basis, planned_for
         known.before, known.in_force = known.seen, False
         known.fences.clear()
         return True
 
-    def _probing(self) -> int:
+    def _probing(self, expected: float) -> int:
         """How often a step is left out to measure what snapshots cost: where none is left out anyway."""
         if not self._fixed.auto or not self._probe or max(self._interval.level, self._every) > 1:
             return 0
-        settling = self._pairs.pairs < SETTLED_PAIRS and self._newest - self._first < SETTLING_STEPS
+        clear = max(self._budget.part / 20, abs(self._budget.part - expected) / 2)
+        settling = self._newest - self._first < SETTLING_STEPS and self._uncertain > clear
         return min(self._probe, SETTLING_PROBE) if settling else self._probe
 
     def _say(self, choice: Choice, facts: Mapping[int, RankFacts], changed: Sequence[int]) -> Decision | None:
@@ -433,7 +440,7 @@ class Governor:
         decision = Decision(
             rung=choice.rung,
             interval=self._interval.level,
-            probe=self._probing(),
+            probe=self._probing(choice.overhead(interval)),
             plans=plans,
             slowest=slowest,
             step_seconds=choice.step,
@@ -456,7 +463,3 @@ _MODELLED = 2
 """Steps that the model of the schedule bounds."""
 _BLIND = 16
 """Steps without any events after which a rank has no windows."""
-
-
-def _near(old: float, new: float) -> bool:
-    return abs(new - old) <= 0.1 * max(old, new)

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -54,6 +55,8 @@ class Interference:
             EventKind.COPY_INSIDE: deque(maxlen=_KEPT),
             EventKind.COPY_OUTSIDE: deque(maxlen=_KEPT),
         }
+        self._known = dict.fromkeys(self._samples, 0)
+        """Undisturbed runs behind the usual length of the operation that has fewest, of those beside the last copy."""
 
     def add(self, steps: Sequence[Step]) -> None:
         """One step as all ranks of the node saw it."""
@@ -70,6 +73,7 @@ class Interference:
             )
             for kind in self._samples
         }
+        runs: dict[EventKind, int] = {}
         lost = dict.fromkeys(copies, 0.0)
         known = dict.fromkeys(copies, 0.0)
         met = dict.fromkeys(copies, 0.0)
@@ -79,7 +83,7 @@ class Interference:
                 begin, end = begin + shift, end + shift
                 computing.append((begin, end))
                 beside = {kind: cover.of(begin, end) for kind, cover in copies.items()}
-                self._operation((one.rank, operation), end - begin, beside, lost, known, met)
+                self._operation((one.rank, operation), end - begin, beside, lost, known, met, runs)
         busy = merged(computing)
         for kind, samples in self._samples.items():
             copied = sum(one.copied_seconds(kind) for one in steps) / len(steps)
@@ -87,9 +91,11 @@ class Interference:
                 continue
             if met[kind] < _TOUCHED * copied:
                 samples.append(0.0)  # nobody computed beside it
+                self._known[kind] = _KEPT
             elif known[kind] >= met[kind] / 2:
                 together = sum(copies[kind].of(begin, end) for begin, end in busy)
                 samples.append(lost[kind] / known[kind] * together / copied)
+                self._known[kind] = runs.get(kind, 0)
 
     def _operation(
         self,
@@ -99,6 +105,7 @@ class Interference:
         lost: dict[EventKind, float],
         known: dict[EventKind, float],
         met: dict[EventKind, float],
+        runs: dict[EventKind, int],
     ) -> None:
         """One operation: undisturbed it shows its usual length, beside a copy what it lost."""
         usual = self._usual.get(which)
@@ -116,6 +123,8 @@ class Interference:
             return
         loss = seconds - median(usual)
         for kind, share in beside.items():
+            if share > 0:
+                runs[kind] = min(runs.get(kind, _KEPT), len(usual))
             known[kind] += share
             lost[kind] += loss * share / touched
 
@@ -124,7 +133,9 @@ class Interference:
         samples = self._samples[kind]
         if len(samples) < _FEWEST:
             return None
-        return SecondCost(*median_and_error(samples), len(samples))
+        value, error = median_and_error(samples)
+        # Usual lengths scatter like what is compared with them, and there are `known` of each.
+        return SecondCost(value, error * sqrt(1 + len(samples) / max(1, self._known[kind])), len(samples))
 
     def forget(self, rank: int) -> None:
         """A rank has left, or is another one now."""

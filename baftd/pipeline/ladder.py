@@ -70,6 +70,8 @@ class Option:
     fence: float
     planned: float
     """Of `fence`: for bytes that the plan leaves over."""
+    spend: float
+    """Part of each window that is granted."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
         inside, outside = inside_bytes / facts.inside, outside_bytes / facts.beside
         waited = fence + short.get(rung, 0.0)
         cost = facts.held + costs.inside * inside + costs.outside * outside + waited
-        found.append(Option(rung, plan, cost, inside, outside, waited, fence))
+        found.append(Option(rung, plan, cost, inside, outside, waited, fence, spend))
 
     left = expected_left(facts, spend)
     if left <= NEGLIGIBLE * facts.bytes:

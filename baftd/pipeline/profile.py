@@ -9,13 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import hypot
 from statistics import median
+from typing import NamedTuple
 
 from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import StageTimes
+from baftd.pipeline.overhead import median_and_error
 from baftd.pipeline.timeline import Step, covered
 
-__all__ = ["KEPT", "WAKE", "Basis", "GapSum", "Profile", "low"]
+__all__ = ["KEPT", "WAKE", "Basis", "GapSum", "Known", "Profile", "low"]
 
 KEPT = 17
 """Steps that medians stand on: a lasting change shows after nine."""
@@ -37,18 +40,28 @@ class GapSum:
     bytes: int
 
 
+class Known(NamedTuple):
+    """A median and its standard error (0 for a single value)."""
+
+    value: float
+    error: float
+
+
 @dataclass(frozen=True)
 class Basis:
     """What a plan was made from."""
 
-    step: float
-    windows: float
-    rate: float
+    step: Known
+    windows: Known
+    rate: Known
+    count: int
+    """Windows of a step."""
 
     def drifted(self, now: Basis, by: float = 0.1) -> bool:
-        """Whether steps, windows or rate have changed by more than that part."""
-        return any(
-            abs(new - old) > by * max(old, 1e-12)
+        """Whether steps, windows or rate have changed by more than that part, and by more than chance would have it
+        (three standard errors)."""
+        return abs(now.count - self.count) > by * max(now.count, self.count) or any(
+            abs(new.value - old.value) > max(by * old.value, 3 * hypot(old.error, new.error), 1e-12)
             for old, new in ((self.step, now.step), (self.windows, now.windows), (self.rate, now.rate))
         )
 
@@ -278,7 +291,10 @@ class Profile:
 
     def basis(self) -> Basis:
         """What a plan of now stands on."""
-        return Basis(self.step_seconds, self.window_seconds, self.rate(EventKind.COPY_INSIDE))
+        windows = [sum(row) + beyond for row, beyond in zip(self._windows, self._beyond, strict=True)]
+        return Basis(
+            _known(self._seconds), _known(windows), _known(self._rates[EventKind.COPY_INSIDE]), len(self.windows())
+        )
 
 
 def low(values: Iterable[float]) -> float:
@@ -293,3 +309,7 @@ _NONE = (0, 0.0)
 
 def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
+
+
+def _known(values: Sequence[float]) -> Known:
+    return Known(*median_and_error(values)) if len(values) > 1 else Known(_median(values), 0.0)
