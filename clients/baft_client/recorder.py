@@ -38,8 +38,14 @@ class Recorder:
     def add(self, kind: EventKind, stage: int, micro: int, begin: int, end: int, amount: int = 0) -> None:
         """Put an event down. Fields as in `baftd.pipeline.events`; times are ns of CLOCK_MONOTONIC."""
         try:
-            pack_event_into(self._buffer, self._next(), kind, stage, micro, begin, end, amount)
-        except (StopIteration, struct.error):
+            place = self._next()
+        except StopIteration:
+            self.lost += 1
+            return
+        try:
+            pack_event_into(self._buffer, place, kind, stage, micro, begin, end, amount)
+        except struct.error:
+            self._buffer[place : place + EVENT_BYTES] = bytes(EVENT_BYTES)
             self.lost += 1
 
     def take(self) -> tuple[bytes, int]:

@@ -96,8 +96,10 @@ class Snapshotting:
         self._armed = False
         """A snapshot was begun in this period."""
         self._declare_error: BaftError | None = None
+        self._sources: tuple[str, ...] = ()
+        """Those whose windows were to come in this period."""
         self._came = True
-        """Windows came in the former period, or it is not known yet whether they do."""
+        """They came in the former period, or it is not known yet whether they do."""
         self._allowance = Allowance()
         self._forced = False
         """Somebody waits for the snapshot in progress: its fence takes the time that it needs."""
@@ -108,10 +110,9 @@ class Snapshotting:
     def close_period(self) -> Sequence[int]:
         """The boundary: no window is open from here on, and what the former period copied is put down. Returns the
         budgets of its windows."""
-        granted = self._windows.end()
+        granted, sources = self._windows.end(), self._windows.sources
+        self._came, self._sources = bool(granted) or sources != self._sources, sources
         if self._periods.step >= 0:
-            if self._windows.sources:
-                self._came = bool(granted)
             budget = 0.0 if self.plan is None else self.plan.budget
             self._allowance.passed(time.monotonic_ns() - self._periods.begun, budget)
         if self._armed:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Protocol
@@ -39,6 +39,7 @@ __all__ = ["NO_LIMIT", "Anchor", "Gate", "Windows"]
 MOST = 1 << 16
 """Windows that a period may have; what comes beyond is none."""
 _WINDOW = EventKind.WINDOW
+_python_threads: Mapping[int, threading.Thread] = threading._active  # type: ignore[attr-defined]
 
 
 class Gate(Protocol):
@@ -205,5 +206,8 @@ class Windows:
 
 
 def _from_outside() -> bool:
-    """Whether the calling thread is one that Python did not start."""
-    return isinstance(threading.current_thread(), threading._DummyThread)
+    """Whether the calling thread is one that Python did not start.
+
+    Not by `threading.current_thread()`: it would make a thread object for each of those, to stay for ever."""
+    known = _python_threads.get(get_ident())
+    return known is None or isinstance(known, threading._DummyThread)
