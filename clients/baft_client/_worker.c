@@ -30,6 +30,7 @@
 #include "_worker.h"
 
 enum { LANE_FREE, LANE_TAKEN, LANE_PARKED };
+#define LONGEST_SLEEP 60000000000 /* ns; then the thread looks again, whatever the clock's next window is */
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23 /* Linux 5.14 */
 #endif
@@ -253,9 +254,10 @@ static void *run(void *argument) {
         int why = work(e, 0);
         leave(e);
         if (why == NOT_NOW) {
-            int64_t early = e->wake ? (int64_t)(e->wake - now_ns()) : -1;
+            uint64_t now = now_ns(), early = e->wake > now ? e->wake - now : 0;
             tell(e, BAFT_WAITING);
-            if (!e->wake || early > 0) sleep_on_gate(e, word, early);
+            if (!e->wake) sleep_on_gate(e, word, -1);
+            else if (early) sleep_on_gate(e, word, early < LONGEST_SLEEP ? (int64_t)early : LONGEST_SLEEP);
         } else if (why == HOLDING) {
             tell(e, BAFT_HELD);
             sleep_on_gate(e, word, 1000000); /* a test writes hold_at and wakes nobody */
