@@ -185,8 +185,12 @@ class Governor:
         self._open.clear()
 
     def cadence(self, every: int, probe: int, from_step: int) -> None:
-        """What the coordinator has published: this governor's own interval, or a longer one of another node."""
+        """What the coordinator has published: this governor's own interval, or a longer one of another node.
+
+        Where nothing is measured yet it is what an earlier governor has learnt: this one begins with it."""
         self._every = max(1, every)
+        if self._fixed.auto and not any(known.profile.taken for known in self._ranks.values()):
+            self._interval = Steady(self._every)
 
     def add(self, record: StepRecord) -> None:
         """Take in one period. Raises FormatError for a period or events that cannot be, before anything is changed.

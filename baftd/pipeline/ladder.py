@@ -126,7 +126,8 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
         late = expected_left(facts, spend, carried)
         plan = copy_plan(facts, spend, "overlap", outside=pace, left=int(late))
         offer("overlap", plan, facts.bytes - carried - late, carried, late / facts.alone)
-    if left > NEGLIGIBLE * facts.bytes:
+    if left > NEGLIGIBLE / 4 * facts.bytes:
+        # Both are offered where little is left over, so that a rank need not move for that.
         plan = copy_plan(facts, spend, "fence", left=int(left))
         offer("fence", plan, facts.bytes - left, 0.0, left / facts.alone)
         if facts.device_rate > 0 and facts.device_free >= beyond:
