@@ -60,6 +60,7 @@ class Service:
             BAFTD_NODE="bench",
             BAFTD_INTERVAL="1 step",
         )
+        environ.update({f"BAFTD_{name.upper()}": value for name, value in self._settings.items()})
         return environ
 
     @property
