@@ -445,11 +445,13 @@ class JobPacing:
             return
         self._view = view
         self.failures.viewed(view, self._clock())
+        if view.token is not None and self._token is not None:
+            self._begin(view.token)
         if before is None or before.cadence != view.cadence:
             self._tell_governor(view)
-        if before is None or before.cadence == view.cadence:
-            return
         cadence, by = view.cadence, view.cadence_by
+        if before is None or (before.cadence.every, before.cadence.probe) == (cadence.every, cadence.probe):
+            return
         longer = cadence.every > before.cadence.every
         if cadence.every != before.cadence.every:
             self._job.counters.add("intervals_lengthened" if longer else "intervals_shortened")

@@ -26,6 +26,12 @@ def job_of(daemon: Daemon) -> JobStatus:
     return job
 
 
+def trained_past(daemon: Daemon, step: int) -> bool:
+    """Whether the running start has told of steps, and has committed one of its own."""
+    job = job_of(daemon)
+    return job.pacing is not None and job.committed.get("memory", 0) > step
+
+
 def stages(ranks: int, micro: int, forward: float, backward: float) -> list[dict[str, Any]]:
     """What each rank of a 1F1B pipeline does in a step, by the clock: seconds after its begin."""
     schedule = build("Schedule1F1B", ranks, micro)
@@ -119,3 +125,56 @@ def test_four_ranks_of_a_pipeline_copy_in_their_windows_and_the_report_foretells
     assert {one.rank for one in trace.steps} == {0, 1, 2, 3}
     assert any(event.kind is EventKind.COPY_INSIDE for one in trace.steps for event in unpack_events(one.events))
     assert any(span.what == "commit" for span in trace.spans)
+
+
+def test_failures_are_counted_once_each_and_kept_and_give_youngs_and_dalys_interval(run_dirs: RunDirs) -> None:
+    durable = {"durable_dir": str(run_dirs.durable), "durable_every": "5 steps"}
+    with Daemon(run_dirs, **AUTO, **durable) as daemon:
+        with TrainerProcess(run_dirs, steps=10_000, pause=0.01) as trainer:
+            wait_until(
+                lambda: bool(daemon.status().jobs) and job_of(daemon).counters["durable_written"] > 1,
+                lambda: f"{job_of(daemon)}",
+            )
+            pacing = job_of(daemon).pacing
+            assert pacing is not None
+            assert (pacing.failures, pacing.young_daly) == (0, None)
+            trainer.kill()
+        wait_until(lambda: "event=failure" in daemon.log, "the failure")
+        with TrainerProcess(run_dirs, steps=10_000, pause=0.01) as trainer:
+            first = trainer.wait_for("resumed")["step"]
+            wait_until(lambda: trained_past(daemon, first), lambda: f"{job_of(daemon)}")
+            pacing = job_of(daemon).pacing
+            assert pacing is not None
+            assert pacing.failures == 1
+            assert pacing.young_daly is not None
+            assert 0 < pacing.young_daly < 60
+            daemon.kill()  # and its rank goes with it, unseen
+            trainer.kill()
+        daemon.start()
+        with TrainerProcess(run_dirs, steps=10_000, pause=0.01) as trainer:
+            first = trainer.wait_for("resumed")["step"]
+            wait_until(lambda: trained_past(daemon, first), lambda: f"{job_of(daemon)}")
+            pacing = job_of(daemon).pacing
+            assert pacing is not None
+            assert pacing.failures == 2
+
+
+def test_state_that_is_too_large_for_its_steps_makes_the_interval_longer(run_dirs: RunDirs) -> None:
+    """64 MB in steps of a millisecond: no machine copies that every time for a hundredth of a step."""
+    with (
+        Daemon(run_dirs, interval="auto", overhead_budget="5 %") as daemon,
+        TrainerProcess(run_dirs, steps=100_000, settle=False, elements=2_000_000) as trainer,
+    ):
+        trainer.wait_for("resumed")
+
+        def longer() -> bool:
+            jobs = daemon.status().jobs
+            return bool(jobs) and jobs[0].pacing is not None and jobs[0].pacing.interval > 1
+
+        wait_until(longer, lambda: f"{daemon.status().jobs}", timeout=60)
+        pacing = job_of(daemon).pacing
+        assert pacing is not None
+        assert pacing.rung == "interval"
+        assert pacing.slowest == 0
+        assert "budget of 5 %" in pacing.why
+        wait_until(lambda: job_of(daemon).counters["left_out"] > 0, lambda: f"{job_of(daemon)}")
