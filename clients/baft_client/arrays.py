@@ -9,6 +9,11 @@ with baft_client.attach_arrays("demo", {"w": w, "m": m}, extra=lambda: {"seed": 
             w -= 0.01 * m
         ckpt.step()
 
+Where the loop waits (for another rank, for data) it may say so; snapshots are then copied in these waits:
+
+        with ckpt.window():
+            neighbour.recv_into(buffer)
+
 With `parts` a rank says which part of a whole each array is. A later start may then have other ranks, or cut the
 wholes otherwise: `ckpt.resume(reshard=True)` reads what each array needs out of what all ranks saved.
 """
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -30,10 +35,12 @@ from baft_client.saved import SavedShards, split_small
 from baft_client.session import Session
 from baft_client.source import Counters, Outcome, Source
 from baft_client.whole import WholeImage
+from baft_client.windows import Windows
 from baftd.checkpoint.ranges import said
 from baftd.checkpoint.reshard import Wanted, plan_reads
 from baftd.checkpoint.shard import TensorEntry, check_entries
 from baftd.errors import FormatError, LayoutError, ModelMismatch, UnsupportedTensor, UsageError
+from baftd.pipeline.events import EventKind
 from baftd.settings import Settings
 from baftd.telemetry import get_logger
 from baftd.wire.messages import Saved
@@ -192,6 +199,21 @@ class ArrayCheckpointer:
     def counters(self) -> Counters:
         """What the session has done so far."""
         return self.session.counters
+
+    @property
+    def windows(self) -> Windows:
+        """For a loop that wants more of windows than `window`: several sources, kinds of waits, other threads."""
+        return self.session.windows
+
+    def window(self, kind: EventKind = EventKind.WAIT_RECV) -> AbstractContextManager[None]:
+        """The loop waits within, so the snapshot in progress may be copied.
+
+        From the boundary after the first one on, snapshots are copied in these windows and no longer all the time:
+        open them at every step. What does not fit is copied as the daemon plans it (`baftd status`). `kind` is for its
+        reports.
+        """
+        self.session.windows.register("loop")
+        return self.session.windows.waiting(kind)
 
     def resume(
         self, *, fresh: bool = False, takeover: bool = False, reshard: bool = False, timeout: float | None = None

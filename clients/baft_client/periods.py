@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from baft_client.recorder import Recorder
 from baft_client.windows import NO_LIMIT, Windows
-from baftd.pipeline.events import EventKind, unpack_events
+from baftd.pipeline.events import EventKind, pack_event, unpack_events
 from baftd.wire.messages import CopyPlan, Timings, WireToken
 
 __all__ = ["Copied", "Periods", "overruns"]
@@ -27,6 +27,14 @@ class Copied(NamedTuple):
     at_fence: int
     spans: bytes = b""
     """Events of the engine: when it was copying."""
+
+    def numbered(self, timed_from: int) -> Copied:
+        """The same with the engine's own numbers of clock-anchored windows (-2, -3 ...) made those of the period."""
+        if timed_from < 0:
+            return self
+        events = unpack_events(self.spans)
+        spans = (event._replace(micro=timed_from - 2 - event.micro) if event.micro < -1 else event for event in events)
+        return self._replace(spans=b"".join(map(pack_event, spans)))
 
 
 def overruns(granted: Sequence[int], copied: Copied, plan: CopyPlan | None) -> int:
@@ -79,6 +87,8 @@ class Periods:
         """When that boundary returned."""
         self.overruns = 0
         """Of all periods."""
+        self.apart = False
+        """Something else went on in this period (an evaluation, a declaration): it says nothing of the others."""
         self._rank = rank
         self._recorder = recorder
         self._windows = windows
@@ -133,6 +143,7 @@ class Periods:
                 plan=0 if self._plan is None else self._plan.generation,
                 held_ns=self._held,
                 fence_ns=self._waited,
+                apart=self.apart,
             )
             if copied is not None:
                 message.copied = True
@@ -143,4 +154,4 @@ class Periods:
                 message.overruns = late
             self._tell(message)
         self.step, self.begun, self.copied, self._plan = step, now, None, plan
-        self._held, self._waited, self._fenced = now - began, 0, False
+        self._held, self._waited, self._fenced, self.apart = now - began, 0, False, False

@@ -318,6 +318,8 @@ class Session(Described):
         if self._standing.takes(step, force=force):
             outcome = snapshots.guard(step, lambda: begin(began))
             self._counters.held_seconds += self._clock() - began
+        if self._pausing:
+            self._periods.apart = True
         heard = self._link.state is LinkState.UP and not self.fenced
         self._periods.turn(step, began_ns, granted, snapshots.plan, self._standing.token if heard else None)
         snapshots.post_begun()
@@ -375,11 +377,13 @@ class Session(Described):
         """For code that changes weights for a while (EMA evaluation): what is being copied is finished first, and
         boundaries within are skipped."""
         self.fence()
+        self._periods.apart = True
         self._pausing += 1
         try:
             yield
         finally:
             self._pausing -= 1
+            self._periods.apart = True
 
     def _check_usable(self) -> None:
         if self._phase in ("over", "forked"):
@@ -415,6 +419,7 @@ class Session(Described):
         """
         self._check_usable()
         self.fence()
+        self._periods.apart = True
         limit = SAVE_TIMEOUT if timeout is None else timeout
         if not durable:
             if not self.settle(limit):

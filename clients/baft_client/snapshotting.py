@@ -113,10 +113,12 @@ class Snapshotting:
         granted, sources = self._windows.end(), self._windows.sources
         self._came, self._sources = bool(granted) or sources != self._sources, sources
         if self._periods.step >= 0:
-            budget = 0.0 if self.plan is None else self.plan.budget
+            plan = self._standing.plan  # of the period that begins
+            budget = 0.0 if plan is None else plan.budget
             self._allowance.passed(time.monotonic_ns() - self._periods.begun, budget)
         if self._armed:
-            self._periods.copied = self._layout.copied()
+            copied = self._layout.copied()
+            self._periods.copied = None if copied is None else copied.numbered(self._windows.timed_from)
             self._armed = False
         return granted
 
@@ -248,6 +250,7 @@ class Snapshotting:
         self._declare_error = None
         self._counters.declares += 1
         self._standing.declared(reply)
+        self._periods.apart = True
         self.open_period()  # the plan was for other bytes
         return None
 

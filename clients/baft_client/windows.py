@@ -64,7 +64,7 @@ class Windows:
 
     __slots__ = (
         "_add", "_began", "_budget", "_budgets", "_depth", "_device", "_further", "_gate", "_granted", "_home",
-        "_kind", "_most", "_now", "_outside", "_owner", "passed_over", "sources",
+        "_kind", "_most", "_now", "_outside", "_owner", "passed_over", "sources", "timed_from",
     )  # fmt: skip
 
     def __init__(self, recorder: Recorder, *, now: Callable[[], int] = time.monotonic_ns) -> None:
@@ -73,6 +73,8 @@ class Windows:
         """Who says that it opens windows."""
         self.passed_over = 0
         """Waits in threads that do not train."""
+        self.timed_from = -1
+        """Number of the first clock-anchored window of this period; -1: there is none."""
         self._add = recorder.add
         self._now = now
         self._home = get_ident()
@@ -170,6 +172,7 @@ class Windows:
         """
         self._home = get_ident()
         self._granted = []
+        self.timed_from = -1
         self._most = MOST
         self._budgets, self._further, self._outside = budgets, further, outside
 
@@ -178,13 +181,12 @@ class Windows:
         self._device = device
         self._gate = gate
 
-    def timed(self, spans: Sequence[tuple[int, int, int]]) -> int:
-        """Count clock-anchored windows (begin, end, bytes) among the period's. Returns the number of the first."""
-        first = len(self._granted)
-        for number, (begin, end, budget) in enumerate(spans, first):
+    def timed(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Count clock-anchored windows (begin, end, bytes) among the period's."""
+        self.timed_from = len(self._granted)
+        for number, (begin, end, budget) in enumerate(spans, self.timed_from):
             self._granted.append(budget)
             self._add(_WINDOW, EventKind.SCHEDULE, number, begin, end, budget)
-        return first
 
     def end(self) -> list[int]:
         """The fence, or the boundary: what was to be copied is about to change. A window that is still open ends, and

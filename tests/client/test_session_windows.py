@@ -447,6 +447,36 @@ def test_what_a_step_was_goes_with_what_the_boundary_says(where: Places, daemon:
     ]  # fmt: skip
 
 
+def test_periods_in_which_something_else_went_on_are_told_apart(where: Places, daemon: ScriptedDaemon) -> None:
+    with Trainer(where) as trainer:
+        trainer.join()
+
+        def step() -> None:
+            trainer.update()
+            if trainer.step:
+                trainer.wait_for_grant()
+            trainer.boundary()
+
+        step()
+        trainer.fence()
+        step()  # 1 ends
+        with trainer.session.paused():
+            pass
+        step()  # 2 ends
+        trainer.fence()
+        with trainer.session.paused():
+            trainer.boundary()  # 3 ends
+            trainer.boundary()  # 4 ends
+        trainer.boundary()  # 5 ends
+        trainer.fence()
+        trainer.session.save(durable=False)
+        step()  # 6 ends
+        trainer.fence()
+        step()  # 7 ends
+        told = [timings(daemon, trainer, step).apart for step in range(1, 8)]
+    assert told == [False, True, True, True, True, True, False]
+
+
 def test_lost_events_are_told_of(where: Places, daemon: ScriptedDaemon) -> None:
     with Trainer(where) as trainer:
         trainer.join()
