@@ -313,7 +313,7 @@ class _Linker:
             word = "backward" if message.backward else "forward"
             what = f"{word} of stage {message.stage}, micro-batch {message.micro}"
             if isinstance(rank.held, _Run):
-                never = source not in self._waiting.values()
+                never = message not in map(self._makes, self._schedule.order[source])
                 why = "does not have it" if never else f"waits itself before its {_held(ranks[source])}"
                 said.append(
                     (not never, f"rank {number} waits for ever before its {rank.held.operation}: it needs the {what} "

@@ -138,7 +138,7 @@ def build(name: str, ranks: int, micro: int, chunks: int | None = None) -> Sched
     if chunks is None:
         chunks = 2 if known in _TWO_STAGES else 1
     if min(ranks, micro, chunks) < 1:
-        raise UsageError(f"schedule {name} cannot have {ranks} ranks, {micro} micro-batches and {chunks} stages a rank.")
+        raise UsageError(f"schedule {name}: {ranks} ranks, {micro} micro-batches, {chunks} stages a rank make none.")
     if ranks > _MOST_RANKS or ranks * micro * chunks > _MOST_OPERATIONS:
         raise UsageError(
             f"schedule {name}: {ranks} ranks with {micro} micro-batches and {chunks} stages are more than can be "
