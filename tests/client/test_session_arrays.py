@@ -15,7 +15,8 @@ import pytest
 import baft_client
 from baft_client import ArrayCheckpointer, OutcomeKind, attach_arrays
 from baftd.errors import JobNameError, ModelMismatch, UnsupportedTensor, UsageError
-from baftd.wire.messages import Finish, Leave, Restored, ResumePlan, Save, Seal, WireToken
+from baftd.pipeline.events import EventKind
+from baftd.wire.messages import Finish, Leave, Restored, ResumePlan, Save, Seal, Timings, WireToken
 from tests.support.daemon import ROOT, Daemon, wait_until
 from tests.support.scripted_daemon import ScriptedDaemon
 from tests.support.trainer import INCARNATION, Places, places
@@ -207,6 +208,25 @@ def test_the_package_offers_what_it_says() -> None:
         assert getattr(baft_client, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         baft_client.nonsense  # noqa: B018
+
+
+def test_snapshots_are_copied_in_the_waits_of_the_loop(where: Places, scripted: ScriptedDaemon) -> None:
+    arrays: dict[str, Array] = {"w": np.arange(1 << 18, dtype=np.float32)}
+    with attach(where, arrays, audit=1) as ckpt:
+        ckpt.resume()
+        for step in range(1, 5):
+            wait_until(lambda: step == 1 or ckpt.session._standing.granted > 0, "a slot")  # noqa: B023
+            ckpt.step()
+            with ckpt.window(), ckpt.windows.waiting(EventKind.WAIT_DATA):
+                assert ckpt.session._layout.writer is not None
+                wait_until(lambda: ckpt.session._layout._engine.progress() == 1 << 20, "the copy")  # type: ignore[union-attr]
+            with ckpt.update():
+                arrays["w"] += 1
+        assert ckpt.counters.sealed == 4
+        ckpt.session._link._wake()
+        told = scripted.wait_for(Timings, count=3)
+    assert [message.in_windows for message in told] == [0, 1 << 20, 1 << 20], "from the second boundary on"
+    assert [message.at_fence for message in told] == [0, 0, 0]
 
 
 # ---------------------------------------------------------------- with the real daemon

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import zmq
 
-from baft_client.io_thread import MAX_OWED, Handler, IoThread, LinkState
+from baft_client.io_thread import MAX_OWED, MAX_TOLD, Handler, IoThread, LinkState
 from baftd.errors import BaftError, Degraded, ProtocolError, Unreachable
 from baftd.wire import codec
 from baftd.wire.messages import (
@@ -28,6 +28,7 @@ from baftd.wire.messages import (
     Save,
     Seal,
     Skip,
+    Timings,
     Welcome,
     WireToken,
 )
@@ -284,6 +285,66 @@ def test_owed_messages_are_sent_again_until_acknowledged(peer: Peer, link: IoThr
     wait_for(lambda: any(isinstance(m, Seal) for m in peer.seen))
     link.request(save(), 5)
     assert [type(m).__name__ for m in peer.seen] == ["Hello", "Seal", "Save"]
+
+
+def told(step: int) -> Timings:
+    return Timings(token=TOKEN, rank=0, step=step, begun=1, period=2)
+
+
+def steps(peer: Peer) -> list[int]:
+    return [m.step for m in peer.seen if isinstance(m, Timings | Skip)]
+
+
+def test_what_is_told_is_never_owed_and_never_sent_twice(peer: Peer, link: IoThread) -> None:
+    for step in range(1, 6):
+        link.tell(told(step))  # nobody is there
+    link.post(skip(6))
+    wait_for(lambda: not link._inbox)
+    peer.start()
+    assert link.wait_up(10)
+    link.tell(told(7))
+    link.post(skip(8))
+    wait_for(lambda: steps(peer) == [6, 7, 8])
+    link.reconnect()
+    wait_for(lambda: steps(peer) == [6, 7, 8, 6, 8])
+    assert link.dropped == 0
+
+
+def test_what_is_told_waits_for_what_wakes_the_thread_anyway(
+    peer: Peer, link: IoThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer.start()
+    assert link.wait_up(10)
+    woken: list[int] = []
+    monkeypatch.setattr(link, "_wake", lambda: woken.append(1))
+    link.tell(told(1))
+    assert not woken
+    wait_for(lambda: steps(peer) == [1])  # a heartbeat took it along
+    monkeypatch.setattr(link, "_drain_inbox", lambda: None)  # a thread that sleeps for long
+    for step in range(2, MAX_TOLD + 3):
+        link.tell(told(step))
+    assert woken, "but the pile does not grow for ever"
+    monkeypatch.undo()
+    link._wake()
+    wait_for(lambda: steps(peer) == list(range(1, MAX_TOLD + 3)))
+
+
+def test_a_daemon_that_reads_nothing_loses_what_is_told_and_keeps_its_connection(
+    path: Path, listener: Listener
+) -> None:
+    class Full:
+        def send(self, *_: object) -> None:
+            raise zmq.Again
+
+    link = IoThread(path, listener)  # never started: its thread has no say here
+    try:
+        link._socket = Full()  # type: ignore[assignment]
+        link._send(told(1), or_drop=True)
+        assert link.dropped == 1
+        assert link._socket is not None
+    finally:
+        link._socket = None
+        link.close()
 
 
 def test_an_error_reply_to_hello_turns_it_away_and_it_tries_again(
