@@ -5,13 +5,15 @@ The policy is `baftd.pipeline.governor`, which knows no clock; here is what feed
     Declare, Timings  ->  bounds checked, events thinned out  ->  Governor.add     at every step of every rank
     a timer           ->  Governor.decide                     ->  CopyPlan to ranks, proposal to the coordinator
 
-What a rank says of itself is bounded before it counts, and changes nothing but the plans of its own job. Of a fast job
-events are looked at for some steps a second only (the same steps of all ranks), its scalars for every step.
+What a rank says of itself is bounded before it counts, and changes nothing but the plans of its own job. Scalars count
+at every step. Events are looked at closely while a job begins and where plans do not hold, later as often as a fixed
+part of a core allows, at the same steps of all ranks: a daemon that thinks is taken from training, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -35,11 +37,17 @@ if TYPE_CHECKING:
 __all__ = ["JobPacing"]
 
 DECIDE_EVERY = 1.0
-"""Seconds between two decisions; a tenth of it for the first steps of a job."""
+"""Seconds between two decisions; a tenth of it for the first steps of a job, more where deciding takes longer than
+`SHARE` of it."""
 LOOKED_AT_FIRST = 8
 """Steps of a job whose events are all looked at."""
-LOOKED_AT = 4.0
-"""Steps a second whose events are looked at afterwards: those with a snapshot, and as many without."""
+CLOSELY, CLOSELY_AGAIN = 64, 16
+"""Steps whose events are looked at as often as `APART` allows: of a job that begins, and after a plan was replaced. One
+more for each step whose windows or fence were not as planned."""
+APART = 0.25
+"""Seconds from one such step to the next: of those with a snapshot, and of those without."""
+SHARE = 0.00125
+"""Part of a core that looking at further events may take: of steps with a snapshot, and as much of those without."""
 MOST_STEPS_AHEAD = 1 << 20
 """By which a rank's step may be beyond the newest one known of the job."""
 LONGEST_PERIOD = 7 * 86400 * 10**9
@@ -69,12 +77,13 @@ class _Rank:
 
 @dataclass
 class _Thinning:
-    """Which steps' events are looked at: the same of all ranks, a few a second, copied and others each for themselves.
-    """
+    """Which steps' events are looked at: the same of all ranks, and those with a snapshot apart from those without."""
 
     chosen: OrderedDict[int, bool] = field(default_factory=OrderedDict)
     steps: int = 0
-    due: dict[bool, float] = field(default_factory=dict)
+    close: int = CLOSELY
+    due: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    paid: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
 
     def wants(self, step: int, copied: bool, now: float) -> bool:
         """Whether the events of a step count."""
@@ -82,13 +91,23 @@ class _Thinning:
         if known is not None:
             return known
         self.steps += 1
-        wanted = self.steps <= LOOKED_AT_FIRST or now >= self.due.get(copied, 0.0)
+        closely = self.close > 0 and now >= self.due[copied]
+        wanted = self.steps <= LOOKED_AT_FIRST or closely or now >= max(self.due[copied], self.paid[copied])
         if wanted:
-            self.due[copied] = now + 1.0 / LOOKED_AT
+            self.due[copied] = self.paid[copied] = now + APART
+            self.close = max(0, self.close - 1)
         self.chosen[step] = wanted
         while len(self.chosen) > 64:
             self.chosen.popitem(last=False)
         return wanted
+
+    def took(self, copied: bool, seconds: float) -> None:
+        """Looking at one rank's events took so much of a core."""
+        self.paid[copied] += seconds / SHARE
+
+    def closely(self, steps: int) -> None:
+        """Look at further steps as often as it goes."""
+        self.close = max(self.close, min(CLOSELY_AGAIN, self.close + steps))
 
 
 class JobPacing:
@@ -116,6 +135,8 @@ class JobPacing:
         self._proposed: tuple[str, Token, int, int] | None = None
         self._proposing = False
         self._unlearnt = self._learning = False
+        self._deciding = 0.0
+        """Seconds of a core that the last decision took."""
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -252,6 +273,7 @@ class JobPacing:
         now = self._clock()
         first = step > self._newest
         looked_at = self._thinning.wants(step, message.copied, now)
+        began = time.thread_time() if looked_at else 0.0
         self.governor.add(
             StepRecord(
                 rank=client.rank,
@@ -271,6 +293,10 @@ class JobPacing:
             )
         )
         rank.newest = step
+        if looked_at:
+            self._thinning.took(message.copied, time.thread_time() - began)
+        if message.overruns or message.at_fence:
+            self._thinning.closely(1)
         self.traces.add(
             RankStep(
                 rank=client.rank,
@@ -293,7 +319,8 @@ class JobPacing:
         if rank.generation and message.plan != rank.generation:
             self._follow(client, rank, message.plan)
         if self._timer is None:
-            delay = DECIDE_EVERY if self._thinning.steps > 2 * LOOKED_AT_FIRST else DECIDE_EVERY / 10
+            early = self._thinning.steps <= 2 * LOOKED_AT_FIRST
+            delay = DECIDE_EVERY / 10 if early else max(DECIDE_EVERY, self._deciding / SHARE)
             self._timer = asyncio.get_running_loop().call_later(delay, self._decide_on_time)
 
     def _check(self, rank: _Rank, message: Timings) -> None:
@@ -362,10 +389,14 @@ class JobPacing:
     def _decide(self) -> None:
         """Ask the governor, send what is new."""
         self.look()
+        began = time.thread_time()
         decision = self.governor.decide()
+        self._deciding = time.thread_time() - began
         if decision is not None:
             for number in decision.changed:
                 self._plan(number, decision)
+            if decision.changed:
+                self._thinning.closely(CLOSELY_AGAIN)
             self._job.log.debug(
                 "paced", rung=decision.rung, interval=decision.interval, slowest=decision.slowest,
                 expected=f"{decision.expected:.5f}", why=decision.why,
