@@ -6,15 +6,16 @@ Three sources, for a second inside windows and one outside of them:
     operations        what operations lose beside a copy (`interference.py`): known after some steps
     pairs of steps    what steps lose in all (`overhead.py`), less what the training thread was seen to be held
 
-Each is a normal value with its error; together they are their mean, weighed by 1 / error^2. Pairs know only the sum of
-both kinds; what they say is shared out by how uncertain either is (the gain of a Kalman filter with one observation).
-When another rung is taken pairs begin anew; what was known then becomes the guess, held for twice as uncertain.
+Each is a normal value with its error. Guess and operations give their mean, weighed by 1 / error^2, so that a handful
+of steps overrules any guess; the result is held for uncertain by what operations cannot see. Pairs come last and see
+everything, but only the sum of both kinds; what they say is shared out by how uncertain either is (the gain of a Kalman
+filter with one observation). When another rung is taken pairs begin anew; what was known then is the guess.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import hypot, sqrt
 
 from baftd.pipeline.interference import SecondCost
 from baftd.pipeline.ladder import SecondCosts
@@ -48,13 +49,13 @@ class Belief:
         return SecondCosts(max(0.0, self.inside), max(0.0, self.outside))
 
     def carried(self) -> Belief:
-        """As a guess for another rung."""
+        """As a guess for another rung: no surer than the first one was, since another rung copies otherwise."""
         guess = Belief()
         return Belief(
             self.inside,
-            min(guess.inside_error, 2 * self.inside_error),
+            max(guess.inside_error, self.inside_error),
             self.outside,
-            min(guess.outside_error, 2 * self.outside_error),
+            max(guess.outside_error, self.outside_error),
         )
 
 
@@ -90,9 +91,10 @@ def believe(
 
 
 def _with(value: float, error: float, seen: SecondCost | None) -> tuple[float, float]:
-    """A value, and another measurement of it."""
+    """A value, and what was seen of it at operations."""
     if seen is None:
         return value, error
-    other = seen.error**2 + (MODEL_ERROR * seen.value) ** 2 + LEAST_ERROR**2
+    other = seen.error**2 + LEAST_ERROR**2
     weight = error**2 / (error**2 + other)
-    return value + weight * (seen.value - value), error * sqrt(1 - weight)
+    value += weight * (seen.value - value)
+    return value, hypot(error * sqrt(1 - weight), MODEL_ERROR * value)

@@ -362,6 +362,7 @@ class Governor:
             held=profile.held,
             short=tuple((rung, seconds) for rung, (seconds, _) in known.short.items()),
             held_bytes=setup.held_bytes,
+            rung=known.plan.rung if known.plan is not None else "",
             device_free=setup.device_free,
             device_rate=setup.device_rate,
         )

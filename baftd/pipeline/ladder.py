@@ -34,6 +34,8 @@ HEADROOM = 0.8
 """Part of the budget that is planned with: the rest is for what no model knows."""
 NEGLIGIBLE = 0.01
 """Part of a snapshot that may be left over without being called so."""
+TOLERANT = 4
+"""Times that for a rank that is on its windows already."""
 DEVICE_LATENCY = 50e-6
 """Seconds of a stage in device memory, beside its bytes: launch and event."""
 
@@ -101,7 +103,8 @@ class Choice:
 
 
 def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
-    """What a rank may do, in the order of the rungs."""
+    """What a rank may do, in the order of the rungs. The rung it is on is offered somewhat longer than it would be
+    taken, so that a rank need not move for little."""
     spend = spend_needed(facts)
     sure = min(facts.bytes, sure_bytes(facts, spend))
     short = dict(facts.short)
@@ -114,10 +117,10 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
         found.append(Option(rung, plan, cost, inside, outside, waited, fence, spend))
 
     left = expected_left(facts, spend)
-    if left <= NEGLIGIBLE * facts.bytes:
+    if left <= NEGLIGIBLE * facts.bytes * (TOLERANT if facts.rung in ("windows", "divided") else 1):
         rung = "divided" if facts.held_bytes > max(facts.bytes, sure) else "windows"
         offer(rung, copy_plan(facts, spend, rung), facts.bytes - left, 0.0, left / facts.alone)
-    beyond = facts.bytes - sure
+    beyond = max(facts.bytes - sure, int(NEGLIGIBLE * facts.bytes) if facts.rung == "overlap" else 0)
     if beyond > 0:
         pace = pace_for(beyond, facts)
         computing = max(0.0, facts.step - low(facts.usable))
@@ -126,8 +129,7 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
         late = expected_left(facts, spend, carried)
         plan = copy_plan(facts, spend, "overlap", outside=pace, left=int(late))
         offer("overlap", plan, facts.bytes - carried - late, carried, late / facts.alone)
-    if left > NEGLIGIBLE / 4 * facts.bytes:
-        # Both are offered where little is left over, so that a rank need not move for that.
+    if left > (NEGLIGIBLE * facts.bytes if facts.rung not in ("fence", "device") else 0):
         plan = copy_plan(facts, spend, "fence", left=int(left))
         offer("fence", plan, facts.bytes - left, 0.0, left / facts.alone)
         if facts.device_rate > 0 and facts.device_free >= beyond:

@@ -57,6 +57,8 @@ class RankFacts:
     """Seconds that the fence waited for bytes, beyond what was planned, under the rungs tried so far."""
     held_bytes: int = 0
     """What the rank would save if nothing were divided among replicas; 0: nothing is."""
+    rung: str = ""
+    """That it is on; empty: none yet."""
     device_free: int = 0
     """Bytes of device memory that a stage at the fence may take; 0: no device."""
     device_rate: float = 0.0
