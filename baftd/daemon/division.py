@@ -36,8 +36,10 @@ __all__ = ["Divisions", "fullest"]
 
 BETTER = 0.9
 """The fullest rank must be this much less full for the ranks to lay out anew."""
+MEASURED = 64
+"""Steps of a division before it is compared with what the ranks can copy."""
 RECONSIDER = 60.0
-"""Seconds from one comparison, or division, to the next."""
+"""Seconds from one comparison to the next."""
 FIRST_WAIT = 1.0
 """Seconds that a rank's first declaration of a tree waits for the other ranks': they pass the same boundary."""
 
@@ -52,7 +54,9 @@ class _Round:
     """Rank -> what it holds, and places of entries that must not be cut."""
     work: asyncio.Future[Division | None] = field(default_factory=asyncio.Future)
     """What comes of it, when all have declared."""
-    looked_at: float = 0.0
+    since: int = -1
+    """Newest step of the job when it was made."""
+    looked_at: float = float("-inf")
     """When it was last compared with what ranks can copy."""
     looking: bool = False
 
@@ -127,8 +131,10 @@ class Divisions:
         known = self._rounds.get(job)
         if known is None or known.looking or not known.work.done() or known.missing or known.token != job.token:
             return
-        now, division = self._context.clock(), known.work.result()
-        if division is None or now - known.looked_at < RECONSIDER:
+        now, division, newest = self._context.clock(), known.work.result(), job.pacing.newest
+        if newest < known.since:
+            known.since = newest  # another start counts its steps anew
+        if division is None or newest - known.since < MEASURED or now - known.looked_at < RECONSIDER:
             return
         known.looked_at = now
         capacity = job.pacing.capacities(range(known.world))
@@ -153,7 +159,7 @@ class Divisions:
             return
         known.work = asyncio.get_running_loop().create_future()
         known.work.set_result(made)
-        known.looked_at = self._context.clock()
+        known.since = job.pacing.newest
         job.log.info(
             "divided", plan=made.plan.hex()[:8], bytes=sum(made.nbytes), most=max(made.nbytes),
             why=f"the fullest rank fills {after:.0%} of its windows, {before:.0%} before",
@@ -176,7 +182,7 @@ class Divisions:
         except BaftError as error:
             job.log.warning("not_divided", why=str(error), note="every rank saves all it holds")
         finally:
-            known.looked_at = self._context.clock()
+            known.since = job.pacing.newest
             known.work.set_result(made)
 
     @staticmethod
