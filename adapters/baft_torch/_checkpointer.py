@@ -318,7 +318,8 @@ class Checkpointer:
             with suppress(BaftError):
                 self._session.fence(self._hooks.updates)
             return
-        if outcome.kind is OutcomeKind.TORN and not self._hooks.hooked:
+        late = outcome.reason.startswith("late")  # nothing changed: the copy took too long
+        if outcome.kind is OutcomeKind.TORN and not late and not self._hooks.hooked:
             self._say_once(
                 "no_hook",
                 f"{outcome.name or 'the state'} changed and no optimizer's hook had fired: call ckpt.fence() before "
