@@ -147,6 +147,33 @@ def test_a_rank_that_breaks_the_budget_makes_the_interval_longer_and_is_named(ru
         assert "event=interval job=gpt every=" in daemon.log
 
 
+def test_an_interval_in_seconds_becomes_steps_of_the_measured_length(run_dirs: RunDirs) -> None:
+    with Daemon(run_dirs, **{**AUTO, "interval": "0.5 s"}) as daemon, paced(run_dirs, 1) as ranks:
+        until(ranks, 1, lambda: ranks[0].cadences[-1].every > 1, lambda: f"{job_of(daemon)}")
+        assert ranks[0].cadences[-1].every == 10  # of 48 ms
+
+
+def test_probes_are_counted_and_tell_what_snapshots_cost(run_dirs: RunDirs) -> None:
+    """Copies beside computation make these steps 0.4 % longer: within the budget, and seen."""
+    machine = Machine(windows=(0.2, 0.2), beside=0.05)
+    with (
+        Daemon(run_dirs, **{**AUTO, "overhead_probe": "8 steps"}) as daemon,
+        paced(run_dirs, 1, machine=machine) as ranks,
+    ):
+
+        def measured() -> bool:
+            found = job_of(daemon).pacing
+            return found is not None and found.overhead is not None and found.pairs >= 10
+
+        until(ranks, 1, measured, lambda: f"{job_of(daemon)}")
+        job = job_of(daemon)
+        assert job.pacing is not None
+        assert job.pacing.overhead is not None
+        assert job.pacing.overhead_error is not None
+        assert 0 <= job.pacing.overhead < 0.05
+        assert job.counters["probes"] + job.counters["left_out"] > 0
+
+
 def test_what_cannot_be_is_answered_and_counted_and_changes_nothing(run_dirs: RunDirs) -> None:
     with Daemon(run_dirs, **AUTO) as daemon, paced(run_dirs, 1) as ranks:
         (rank,) = ranks
