@@ -36,7 +36,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 def test_every_micro_batch_passes_every_stage_of_its_chain_once_each_way(schedule: Schedule) -> None:
     held = {stage: rank for rank in range(schedule.ranks) for stage in schedule.own(rank)}
     assert held == dict(enumerate(schedule.stage_rank))
@@ -60,7 +60,7 @@ def test_every_micro_batch_passes_every_stage_of_its_chain_once_each_way(schedul
 
 
 @given(schedules())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_a_schedule_is_the_same_when_made_from_its_records(schedule: Schedule) -> None:
     orders = [[(int(kind), stage, micro) for kind, stage, micro in order] for order in schedule.order]
     again = Schedule.of_orders(schedule.name, orders, schedule.stage_rank, schedule.sends)
