@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from baftd.checkpoint.facts import CadenceProposal, JobView, is_probe
 from baftd.checkpoint.identity import Token
 from baftd.daemon.failures import Failures
 from baftd.daemon.said_schedules import schedules_of
+from baftd.daemon.thinning import CLOSELY_AGAIN, LOOKED_AT_FIRST, SHARE, Thinning
 from baftd.daemon.trace_store import TraceStore
 from baftd.errors import BaftError, FormatError
 from baftd.pipeline.events import EVENT_BYTES
@@ -39,15 +39,6 @@ __all__ = ["JobPacing"]
 DECIDE_EVERY = 1.0
 """Seconds between two decisions; a tenth of it for the first steps of a job, more where deciding takes longer than
 `SHARE` of it."""
-LOOKED_AT_FIRST = 8
-"""Steps of a job whose events are all looked at."""
-CLOSELY, CLOSELY_AGAIN = 64, 16
-"""Steps whose events are looked at as often as `APART` allows: of a job that begins, and after a plan was replaced. One
-more for each step whose windows or fence were not as planned."""
-APART = 0.25
-"""Seconds from one such step to the next: of those with a snapshot, and of those without."""
-SHARE = 0.00125
-"""Part of a core that looking at further events may take: of steps with a snapshot, and as much of those without."""
 MOST_STEPS_AHEAD = 1 << 20
 """By which a rank's step may be beyond the newest one known of the job."""
 LONGEST_PERIOD = 7 * 86400 * 10**9
@@ -75,39 +66,15 @@ class _Rank:
     """Newest step of the rank when its plan was sent."""
 
 
-@dataclass
-class _Thinning:
-    """Which steps' events are looked at: the same of all ranks, and those with a snapshot apart from those without."""
+class _Proposal(NamedTuple):
+    """What the coordinator has been told, and to which life of it."""
 
-    chosen: OrderedDict[int, bool] = field(default_factory=OrderedDict)
-    steps: int = 0
-    close: int = CLOSELY
-    due: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
-    paid: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
-
-    def wants(self, step: int, copied: bool, now: float) -> bool:
-        """Whether the events of a step count."""
-        known = self.chosen.get(step)
-        if known is not None:
-            return known
-        self.steps += 1
-        closely = self.close > 0 and now >= self.due[copied]
-        wanted = self.steps <= LOOKED_AT_FIRST or closely or now >= max(self.due[copied], self.paid[copied])
-        if wanted:
-            self.due[copied] = self.paid[copied] = now + APART
-            self.close = max(0, self.close - 1)
-        self.chosen[step] = wanted
-        while len(self.chosen) > 64:
-            self.chosen.popitem(last=False)
-        return wanted
-
-    def took(self, copied: bool, seconds: float) -> None:
-        """Looking at one rank's events took so much of a core."""
-        self.paid[copied] += seconds / SHARE
-
-    def closely(self, steps: int) -> None:
-        """Look at further steps as often as it goes."""
-        self.close = max(self.close, min(CLOSELY_AGAIN, self.close + steps))
+    store: str
+    token: Token
+    every: int
+    probe: int
+    slowest: int
+    rung: str
 
 
 class JobPacing:
@@ -128,11 +95,11 @@ class JobPacing:
         self.governor = self._new_governor()
         self._ranks: dict[int, _Rank] = {}
         self._token: Token | None = None
-        self._thinning = _Thinning()
+        self._thinning = Thinning()
         self._newest = -1
         """Newest step that any rank has told of."""
         self._view: JobView | None = None
-        self._proposed: tuple[str, Token, int, int] | None = None
+        self._proposed: _Proposal | None = None
         self._proposing = False
         self._unlearnt = self._learning = False
         self._deciding = 0.0
@@ -179,7 +146,7 @@ class JobPacing:
             if not self._learning:
                 self._learning = True
                 self._job.context.tasks.start(self._learn_schedules(), f"schedules of {self._job.name}")
-        self._decide()
+        self._decide_after(0.0)  # not here: nothing of planning may hinder a declaration
 
     async def _learn_schedules(self) -> None:
         """Put the pipelines' schedules together from what all ranks have said so far."""
@@ -199,7 +166,7 @@ class JobPacing:
                     if schedule != one.setup.schedule:
                         one.setup = replace(one.setup, schedule=schedule)
                         self.governor.declare(one.setup)
-                self._decide()
+                self._decide_after(0.0)
         finally:
             self._learning = False
 
@@ -211,15 +178,12 @@ class JobPacing:
         if token == self._token:
             return
         self._token = token
-        generations = {rank: one.generation for rank, one in self._ranks.items()}
         self._ranks.clear()
         self.traces.forget()
         self.governor = self._new_governor()
-        self._thinning = _Thinning()
+        self._thinning = Thinning()
         self._newest = -1
         self._proposed = None
-        if generations:
-            self._job.log.debug("pacing_begins_anew", epoch=token.epoch)
         if self._view is not None:
             self._tell_governor(self._view)
 
@@ -320,8 +284,7 @@ class JobPacing:
             self._follow(client, rank, message.plan)
         if self._timer is None:
             early = self._thinning.steps <= 2 * LOOKED_AT_FIRST
-            delay = DECIDE_EVERY / 10 if early else max(DECIDE_EVERY, self._deciding / SHARE)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._decide_on_time)
+            self._decide_after(DECIDE_EVERY / 10 if early else max(DECIDE_EVERY, self._deciding / SHARE))
 
     def _check(self, rank: _Rank, message: Timings) -> None:
         """Raise FormatError for numbers that cannot be."""
@@ -380,6 +343,11 @@ class JobPacing:
             self._send(client.rank, rank, rank.generation)
 
     # ------------------------------------------------------------------ deciding
+
+    def _decide_after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._decide_on_time)
 
     def _decide_on_time(self) -> None:
         self._timer = None
@@ -442,7 +410,7 @@ class JobPacing:
             return
         if self._fixed.steps or not wanted.step_seconds:
             return  # the user's word holds; or nothing was measured, and what held before goes on
-        proposal = (view.store, self._token, wanted.interval, wanted.probe)
+        proposal = _Proposal(view.store, self._token, wanted.interval, wanted.probe, wanted.slowest, wanted.rung)
         if proposal == self._proposed:
             return
         self._proposing = True
@@ -458,9 +426,7 @@ class JobPacing:
         name = f"interval of {self._job.name}"
         self._job.context.tasks.start(self._say_interval(said, self._token, proposal), name)
 
-    async def _say_interval(
-        self, said: CadenceProposal, token: Token, proposal: tuple[str, Token, int, int]
-    ) -> None:
+    async def _say_interval(self, said: CadenceProposal, token: Token, proposal: _Proposal) -> None:
         try:
             await self._job.context.coordinator.propose(self._job.name, token, said)
             self._proposed = proposal
