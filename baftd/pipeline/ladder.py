@@ -118,7 +118,7 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
 
     left = expected_left(facts, spend)
     if left <= NEGLIGIBLE * facts.bytes * (TOLERANT if facts.rung in ("windows", "divided") else 1):
-        rung = "divided" if facts.held_bytes > max(facts.bytes, sure) else "windows"
+        rung = "divided" if facts.held_bytes > max(facts.bytes, sure_bytes(facts, facts.spend)) else "windows"
         offer(rung, copy_plan(facts, spend, rung), facts.bytes - left, 0.0, left / facts.alone)
     beyond = max(facts.bytes - sure, int(NEGLIGIBLE * facts.bytes) if facts.rung == "overlap" else 0)
     if beyond > 0:
