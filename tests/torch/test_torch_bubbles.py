@@ -8,7 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe, schedules
 
+import baft_torch
 from baftd.pipeline.events import OPERATIONS, Event, EventKind, unpack_events
 from baftd.pipeline.schedules import build
 from baftd.wire.messages import RankStep, TraceReply, TraceRequest
@@ -91,3 +95,74 @@ def check_step(rank: int, world: int, events: list[Event]) -> tuple[int, int]:
             assert span.end <= window.end + LATE
             waited += span.amount if window.stage in PIPELINE else 0
     return waited, sum(span.amount for span in spans)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Whole:
+    """A pipeline of one stage, and the training of it."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(4, 4)
+        stage = PipelineStage(self.model, 0, 1, torch.device("cpu"))
+        self.schedule = ScheduleGPipe(stage, MICRO, loss_fn=torch.nn.functional.mse_loss)
+        self.stage = stage
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def attach(self, daemon: Daemon, job: str) -> baft_torch.Checkpointer:
+        told = daemon.dirs.settings(**daemon.more)
+        return baft_torch.attach(self.model, self.optimizer, job=job, schedule=self.schedule, settings=told, audit=1)
+
+    def step(self) -> None:
+        x = torch.ones(MICRO, 4)
+        self.schedule.step(x, target=x)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, ckpt: baft_torch.Checkpointer, begin: int) -> None:
+        """Three steps from `begin` on."""
+        assert ckpt.resume() == begin
+        assert self.observed
+        for _ in range(3):
+            self.step()
+            ckpt._session.settle(30.0)
+            ckpt.step()
+        assert ckpt.counters.torn == 0
+
+    def interrupted(self, daemon: Daemon, begin: int) -> None:
+        """Train, and be interrupted when the last step is committed."""
+        with self.attach(daemon, "first") as ckpt:
+            self.train(ckpt, begin)
+            ckpt.save(durable=False)
+            raise KeyboardInterrupt
+
+    @property
+    def observed(self) -> bool:
+        """Something of it is wrapped."""
+        values = [*vars(self.schedule).values(), *vars(self.stage).values()]
+        return any(hasattr(value, "__wrapped__") for value in values)
+
+
+def test_checkpointers_come_and_go_one_after_another_and_two_at_once(daemon: Daemon, group: None) -> None:
+    first, second = Whole(), Whole()
+    for begin in (0, 3):
+        with pytest.raises(KeyboardInterrupt):
+            first.interrupted(daemon, begin)
+        assert not first.observed
+    with first.attach(daemon, "one") as one:
+        with second.attach(daemon, "two") as two:
+            second.train(two, 0)
+            first.train(one, 0)
+        assert not second.observed
+        assert first.observed
+        first.step()
+        one.step()
+    assert not first.observed
+    assert not hasattr(schedules._wait_batch_p2p, "__wrapped__")
+    first.step()
