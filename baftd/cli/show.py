@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         return show_bubbles(arguments)
     if arguments.step is None:
-        raise UsageError("STEP is missing.", hint="`baftd list` shows which there are; `baftd show --bubbles` needs none.")
+        raise UsageError("STEP is missing.", hint="`baftd list` shows them; `baftd show --bubbles` needs none.")
     settings = settings_of(arguments)
     with connect(settings) as connection:
         reply = ask(connection, ListRequest(job=arguments.job), ListReply)

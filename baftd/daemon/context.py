@@ -13,7 +13,7 @@ from baftd.errors import BaftError
 from baftd.memory.arena import ArenaRoot
 from baftd.memory.journal import FileOps
 from baftd.settings import Settings
-from baftd.storage.interface import Limiter, Tier
+from baftd.storage.interface import Tier
 from baftd.telemetry import get_logger
 from baftd.telemetry.counters import DAEMON_COUNTERS, Counters
 from baftd.telemetry.log import Logger
@@ -72,7 +72,6 @@ class Context:
     workers: Workers
     clock: Callable[[], float]
     tier: Tier | None = None
-    limiter: Limiter | None = None
     journal_ops: FileOps = field(default_factory=FileOps)
     log: Logger = field(default_factory=lambda: get_logger("daemon"))
     counters: Counters = field(default_factory=lambda: Counters(DAEMON_COUNTERS))

@@ -8,6 +8,7 @@ threads; the daemon never maps a slot.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -83,18 +84,25 @@ def read_sealed(slot: SlotFile) -> tuple[SlotHeader, ParsedImage]:
     return header, image
 
 
-def verify_slot(slot: SlotFile, *, digests: bytes = b"", cancel: threading.Event | None = None) -> Seen:
+def verify_slot(
+    slot: SlotFile,
+    *,
+    digests: bytes = b"",
+    cancel: threading.Event | None = None,
+    pace: Callable[[int], object] | None = None,
+) -> Seen:
     """Check that a sealed slot holds what its header says.
 
     `digests`: 16 bytes a chunk, as computed by the copy engine while the bytes were hot; then they are compared with
-    the header's root digest and no byte is read again. Empty: every chunk is read and digested here.
+    the header's root digest and no byte is read again. Empty: every chunk is read and digested here; before each of
+    them `pace` is called with its bytes, and may hold the thread back.
 
     Raises `FormatError` (headers) or `VerificationFailed` (bytes), naming the slot; `Degraded` when cancelled.
     """
     header, image = read_sealed(slot)
     chunks = image.all_chunks()
     if not digests:
-        digests = slot.digest_chunks(chunks, None if cancel is None else cancel.is_set)
+        digests = slot.digest_chunks(chunks, None if cancel is None else cancel.is_set, pace)
         if len(digests) != DIGEST_BYTES * len(chunks):
             raise Degraded(f"{slot.path}: digesting was stopped because the daemon ends.")
     elif len(digests) != DIGEST_BYTES * len(chunks):

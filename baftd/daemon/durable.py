@@ -10,11 +10,13 @@ import asyncio
 import re
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from baftd.checkpoint.commit import Committed, Retain, WriteManifest
 from baftd.checkpoint.facts import Held, Source
 from baftd.checkpoint.identity import CheckpointId
 from baftd.checkpoint.orders import CancelPersist, StartPersist
+from baftd.daemon.background import Work
 from baftd.daemon.context import Context
 from baftd.daemon.job import JobOnNode
 from baftd.daemon.waiting import Waiters
@@ -26,6 +28,18 @@ from baftd.storage.retention import to_delete
 __all__ = ["DurableWriter"]
 
 
+@dataclass(frozen=True)
+class _Write:
+    """The write of one shard."""
+
+    cancel: threading.Event
+    work: Work
+
+    def stop(self) -> None:
+        self.cancel.set()
+        self.work.hurry()  # it may be held back
+
+
 class DurableWriter:
     """Carries out durable work of all jobs. Only made where a durable tier is on."""
 
@@ -33,17 +47,22 @@ class DurableWriter:
         self._context = context
         self._tier = tier
         self._waiters = waiters
-        self._running: dict[tuple[str, CheckpointId, int], threading.Event] = {}
+        self._running: dict[tuple[str, CheckpointId, int], _Write] = {}
         self._warned: dict[str, str] = {}
         self.last_failure: dict[str, str] = {}
         """Job -> why its last durable write failed; gone with the next success."""
         self._naming = 0
         self._retaining = 0
+        self._draining = False
         self._changed = asyncio.Event()
+        waiters.wanted = self._hurry
 
     async def drained(self, jobs: Iterable[JobOnNode]) -> None:
         """Return when nothing is being written and no decided step is left to be written."""
         jobs = list(jobs)
+        self._draining = True
+        for write in self._running.values():
+            write.work.hurry()
         while self._running or self._naming or any(job.view is not None and job.view.persist for job in jobs):
             self._changed.clear()
             await self._changed.wait()
@@ -59,21 +78,36 @@ class DurableWriter:
         key = (job.name, order.shard.checkpoint, order.rank)
         if key in self._running:
             return
-        cancel = self._running[key] = threading.Event()
-        self._context.tasks.start(self._write(job, order, cancel), f"durable write of {job.name} rank {order.rank}")
+        work = self._context.workers.work("durable", order.shard.image_length, within=self._until_next(job))
+        if self._draining or self._waiters.anybody(job):
+            work.hurry()
+        write = self._running[key] = _Write(threading.Event(), work)
+        self._context.tasks.start(self._write(job, order, write), f"durable write of {job.name} rank {order.rank}")
+
+    def _until_next(self, job: JobOnNode) -> float | None:
+        """Seconds until the next step is to become durable, as far as that is known."""
+        every, step = self._context.settings.durable_every, job.pace.median_step
+        return min((seconds for seconds in (every.seconds, every.steps * step) if seconds), default=None)
 
     def _cancel(self, job: JobOnNode, order: CancelPersist) -> None:
-        cancel = self._running.get((job.name, order.checkpoint, order.rank))
-        if cancel is not None:
-            cancel.set()
+        write = self._running.get((job.name, order.checkpoint, order.rank))
+        if write is not None:
+            write.stop()
 
-    async def _write(self, job: JobOnNode, order: StartPersist, cancel: threading.Event) -> None:
+    def _hurry(self, job: JobOnNode) -> None:
+        """Somebody waits for a step of the job to be durable."""
+        for (name, _, _), write in self._running.items():
+            if name == job.name:
+                write.work.hurry()
+
+    async def _write(self, job: JobOnNode, order: StartPersist, write: _Write) -> None:
         shard = order.shard
         key = (job.name, shard.checkpoint, order.rank)
         try:
-            record = await self._write_where_room(job, order, cancel)
+            with write.work:
+                record = await self._write_where_room(job, order, write)
         except asyncio.CancelledError:
-            cancel.set()
+            write.stop()
             raise
         except (BaftError, OSError) as error:
             self._running.pop(key, None)
@@ -89,20 +123,25 @@ class DurableWriter:
         job.open_manifest().hold(Held(shard, Source("durable", "", record.to_fields())), self._context.incarnation)
         job.apply(job.core.persisted(order.rank, shard.checkpoint, record.to_fields()))
 
-    async def _write_where_room(self, job: JobOnNode, order: StartPersist, cancel: threading.Event) -> ShardRecord:
+    async def _write_where_room(self, job: JobOnNode, order: StartPersist, write: _Write) -> ShardRecord:
         """Write the shard; on a full disk once more when what retention is deleting has gone."""
         durable = self._context.workers.durable
         try:
-            return await durable(self._write_shard, job, order, cancel)
+            return await durable(self._write_shard, job, order, write)
         except NoRoom:
             if not self._retaining:
                 raise
         while self._retaining:
             self._changed.clear()
             await self._changed.wait()
-        return await durable(self._write_shard, job, order, cancel)
+        return await durable(self._write_shard, job, order, write)
 
-    def _write_shard(self, job: JobOnNode, order: StartPersist, cancel: threading.Event) -> ShardRecord:
+    def _write_shard(self, job: JobOnNode, order: StartPersist, write: _Write) -> ShardRecord:
+        shard = order.shard
+        with job.spans.span("durable", rank=order.rank, step=shard.step, bytes=shard.image_length):
+            return self._write_paced(job, order, write)
+
+    def _write_paced(self, job: JobOnNode, order: StartPersist, write: _Write) -> ShardRecord:
         shard, file = order.shard, job.files.get(order.rank, order.slot)
         layout = job.files.layout_of(order.rank, order.slot, shard.tree_digest)
         epoch = job.core.history.find(shard.token.epoch)
@@ -121,8 +160,8 @@ class DurableWriter:
             updates=shard.updates,
             world=shard.world,
             parent=epoch.parent if epoch is not None else None,
-            limiter=self._context.limiter,
-            cancel=cancel,
+            limiter=write.work,
+            cancel=write.cancel,
         )
 
     def _failed(self, job: JobOnNode, rank: int | None, checkpoint: CheckpointId, error: BaseException) -> None:
@@ -159,6 +198,10 @@ class DurableWriter:
 
     async def _name(self, job: JobOnNode, order: WriteManifest) -> None:
         records = [ShardRecord.from_fields(part.place or {}) for part in order.parts]
+        with job.spans.span("manifest", step=order.checkpoint.step):
+            await self._write_name(job, order, records)
+
+    async def _write_name(self, job: JobOnNode, order: WriteManifest, records: list[ShardRecord]) -> None:
         await self._context.workers.durable(
             lambda: self._tier.commit(
                 job.name,

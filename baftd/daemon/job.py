@@ -20,6 +20,7 @@ from baftd.checkpoint.facts import (
     JobView,
     Ready,
     Record,
+    ShardFacts,
     Writer,
     checkpoint_from,
     is_lasting,
@@ -51,6 +52,7 @@ from baftd.checkpoint.orders import (
     TellCommitted,
 )
 from baftd.checkpoint.slots import SlotState, table_records
+from baftd.daemon.background import Work
 from baftd.daemon.clients import Client, ClientTable
 from baftd.daemon.context import Context
 from baftd.daemon.pacing import JobPacing
@@ -179,7 +181,7 @@ class JobOnNode:
         self._trees: tuple[bytes, ...] = ()
         self._generation = 0
         self._journal_broken = False
-        self._digests: set[asyncio.Task[None]] = set()
+        self._digests: dict[asyncio.Task[None], Work] = {}
         self._outbox: deque[Callable[[], Awaitable[Ready[NodeInstruction] | None]]] = deque()
         self._wake = asyncio.Event()
         self._resend: asyncio.TimerHandle | None = None
@@ -317,9 +319,11 @@ class JobOnNode:
         elif isinstance(order, RemoveRank):
             self.tidy()
         elif isinstance(order, Digest):
-            task = self.context.tasks.start(self._digest(order), f"digest of {self.name} rank {order.rank}")
-            self._digests.add(task)
-            task.add_done_callback(self._digests.discard)
+            within = self._until_next_snapshot()
+            work = self.context.workers.work("digest", order.shard.image_length, within=within)
+            task = self.context.tasks.start(self._digest(order, work), f"digest of {self.name} rank {order.rank}")
+            self._digests[task] = work
+            task.add_done_callback(self._digests.pop)
         elif isinstance(order, StartPersist):
             self.persist(order)
         elif isinstance(order, CancelPersist):
@@ -371,6 +375,8 @@ class JobOnNode:
 
     async def caught_up(self) -> None:
         """Return when everything that was sealed so far is digested and reported."""
+        for work in self._digests.values():
+            work.hurry()
         if self._digests:
             await asyncio.wait(set(self._digests))  # not those that begin meanwhile: a live process seals on and on
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -396,11 +402,16 @@ class JobOnNode:
             if not done.done():
                 done.set_result(None)
 
-    async def _digest(self, order: Digest) -> None:
+    async def _digest(self, order: Digest, work: Work) -> None:
+        step, nbytes = order.shard.step, order.shard.image_length
+
+        def digest() -> ShardFacts:
+            with self.spans.span("digest", rank=order.rank, step=step, bytes=nbytes):
+                return self.files.verify(order.rank, order.slot, self.context.workers.cancel, work)
+
         try:
-            found = await self.context.workers.background(
-                self.files.verify, order.rank, order.slot, self.context.workers.cancel
-            )
+            with work:
+                found = await self.context.workers.background(digest)
         except Degraded:
             return  # the daemon ends; the next one digests the slot
         except (BaftError, OSError) as error:
@@ -408,6 +419,11 @@ class JobOnNode:
             return
         self.apply(self.core.digested(order.rank, order.slot, order.generation, found))
         self.mark_verified(order.rank, order.slot, order.generation)
+
+    def _until_next_snapshot(self) -> float | None:
+        """Seconds from one snapshot to the next: then a slot must be free. None: it is not known yet."""
+        step, view = self.pace.median_step, self.view
+        return step * view.cadence.every if step > 0 and view is not None else None
 
     def mark_verified(self, rank: int, slot: int, generation: int) -> None:
         """Write VERIFIED into the header of a slot that the core takes for verified."""

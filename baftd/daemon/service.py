@@ -154,10 +154,9 @@ class Service:
             root=root,
             server=server,
             coordinator=coordinator,
-            workers=Workers(),
+            workers=Workers(clock=seams.clock, limit=TokenBucket(rate, rate, seams.clock) if rate else None),
             clock=seams.clock,
             tier=tier,
-            limiter=TokenBucket(rate, rate, seams.clock) if rate else None,
             journal_ops=seams.journal_ops,
         )
         self.clients = ClientTable(self._client_died, clock=seams.clock, last_heard=server.last_heard)
@@ -228,7 +227,7 @@ class Service:
             if self._tick is not None:
                 self._tick.cancel()
             self.housekeeping.close()
-            self.context.workers.cancel.set()
+            self.context.workers.stop()
             await self.context.tasks.close()
             self.clients.close()
             for job in self.jobs.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from baftd.checkpoint.facts import ShardFacts, Writer
 from baftd.checkpoint.shard import DIGEST_BYTES, ImageMap, root_digest
@@ -163,9 +163,13 @@ class SlotFiles:
             raise VerificationFailed(f"{file.path}: the digests sent and the header's root digest disagree.")
         return facts_of(header, layout, root, digests), True
 
-    def verify(self, rank: int, slot: int, cancel: threading.Event) -> ShardFacts:
-        """Read every byte of a sealed slot and compare. Blocks. Raises `FormatError`, `VerificationFailed`."""
-        seen = verify_slot(self.get(rank, slot), cancel=cancel)
+    def verify(
+        self, rank: int, slot: int, cancel: threading.Event, pace: Callable[[int], object] | None = None
+    ) -> ShardFacts:
+        """Read every byte of a sealed slot, at a pace, and compare. Blocks.
+
+        Raises `FormatError`, `VerificationFailed`, `Degraded` when cancelled."""
+        seen = verify_slot(self.get(rank, slot), cancel=cancel, pace=pace)
         if seen.facts.rank != rank or seen.header.job != self.arena.job:
             raise FormatError(f"{self.arena.slot_path(rank, slot)}: it is a slot of {seen.header.job}.")
         self.layouts.setdefault(seen.facts.tree_digest, seen.image)

@@ -44,6 +44,8 @@ from baftd.wire.messages import (
 
 __all__ = ["Trainer", "layout_record", "to_entry"]
 
+TOUCH_RATE = 256 << 20
+"""Bytes a second at which the pages of further slots are touched at least, while ranks train in the first."""
 AT_ONCE = 64 << 20
 """Bytes of slots that are touched before `Declared` is sent; of more only the first slot is."""
 
@@ -208,7 +210,7 @@ class Trainer:
             plan=plan.hex()[:8] or None,
         )  # fmt: skip
         for slot in fresh:
-            await workers.urgent(self._prefault, job, client.rank, slot, message.numa_node)
+            await workers.touching(self._prefault, job, client.rank, slot, message.numa_node)
             if job.closed or job.layouts.get(client.rank) != record:
                 return  # laid out anew, or over
             job.apply(job.core.lay_slots(client.rank, [slot]))
@@ -304,9 +306,17 @@ class Trainer:
         return slots + fresh, fresh[at_once:]
 
     def _prefault(self, job: JobOnNode, rank: int, slot: int, numa_node: int) -> None:
-        cancel = self._context.workers.cancel
+        workers, refused = self._context.workers, job.counters["no_slot"]
         try:
-            job.files.get(rank, slot).prefault(cancel=cancel.is_set, numa_node=numa_node)
+            file = job.files.get(rank, slot)
+            with workers.work("touch", file.size, within=file.size / TOUCH_RATE) as work:
+
+                def pace(nbytes: int) -> None:
+                    if job.counters["no_slot"] > refused:
+                        work.hurry()  # a rank has found none
+                    work(nbytes)
+
+                file.prefault(cancel=workers.cancel.is_set, numa_node=numa_node, pace=pace)
         except (BaftError, OSError) as error:  # the first snapshot into it touches the pages instead
             job.log.warning("not_prefaulted", rank=rank, slot=slot, why=str(error))
 

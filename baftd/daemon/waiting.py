@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -31,11 +32,18 @@ class Waiters:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._waiting: dict[str, list[_Waiter]] = {}
+        self.wanted: Callable[[JobOnNode], None] = lambda job: None
+        """Called when somebody begins to wait."""
+
+    def anybody(self, job: JobOnNode) -> bool:
+        """Whether a process waits for a step of the job to be durable, or for its end."""
+        return bool(self._waiting.get(job.name))
 
     def want(self, job: JobOnNode, peer: Peer, id: int, step: int, *, finish: bool) -> None:
         """Remember a request."""
         self.drop(job, peer, id)
         self._waiting.setdefault(job.name, []).append(_Waiter(peer, id, step, finish))
+        self.wanted(job)
 
     def drop(self, job: JobOnNode, peer: Peer, id: int) -> None:
         """Forget a request."""

@@ -225,13 +225,14 @@ class SlotFile:
         progress: Callable[[int, int], None] | None = None,
         cancel: Callable[[], bool] | None = None,
         numa_node: int = -1,
+        pace: Callable[[int], object] | None = None,
     ) -> int:
         """Touch every page for writing without changing a byte; return the bytes that were touched.
 
         In the daemon this makes the pages (charged to it). In a training process that has mapped the slot (`address`,
         `image`) it fills the page table; a slot that was not mapped before is not mapped after, for mapped pages count
         as the daemon's resident set. `progress` is called with (done, total) bytes after each 64 MiB, `cancel` asked
-        before each. Releases the GIL. Raises NoRoom where memory runs out.
+        before each, `pace` called with its bytes, and may wait. Releases the GIL. Raises NoRoom where memory runs out.
         """
         mapped_before = self._map is not None
         address = self._mapped_address()
@@ -240,6 +241,8 @@ class SlotFile:
             with _preferred_node(numa_node):
                 while done < self.size and not (cancel is not None and cancel()):
                     step = min(PREFAULT_STEP, self.size - done)
+                    if pace is not None:
+                        pace(step)
                     self._populate(address + done, done, step)
                     done += step
                     if progress is not None:
@@ -289,14 +292,22 @@ class SlotFile:
             raise UsageError(f"{len(data)} bytes at {offset} do not fit slot {self.path} of {self.capacity} bytes.")
         _write(self.fd, data, IMAGE_OFFSET + offset)
 
-    def digest_chunks(self, chunks: Iterable[Chunk], cancel: Callable[[], bool] | None = None) -> bytes:
+    def digest_chunks(
+        self,
+        chunks: Iterable[Chunk],
+        cancel: Callable[[], bool] | None = None,
+        pace: Callable[[int], object] | None = None,
+    ) -> bytes:
         """xxh3-128 of each chunk, one after the other; fewer if `cancel` said so. Releases the GIL.
 
+        `pace` is called with the length of each chunk before it is read, and may wait.
         Raises FormatError if the file ends before a chunk does.
         """
         view = memoryview(bytearray(CHUNK))
         found = bytearray()
         for offset, length in chunks:
+            if pace is not None:
+                pace(length)
             if cancel is not None and cancel():
                 break
             part = view[:length]
