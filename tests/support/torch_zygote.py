@@ -19,9 +19,17 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 
-from tests.support import torch_job, torch_layout_job, torch_mesh_job, torch_observe_job, torch_windows_job
+from tests.support import (
+    torch_fault_job,
+    torch_job,
+    torch_layout_job,
+    torch_mesh_job,
+    torch_observe_job,
+    torch_windows_job,
+)
 
 PROGRAMS = {
+    "torch_fault_job": torch_fault_job.main,
     "torch_job": torch_job.main,
     "torch_layout_job": torch_layout_job.main,
     "torch_mesh_job": torch_mesh_job.main,
