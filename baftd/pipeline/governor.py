@@ -245,7 +245,7 @@ class Governor:
         usable = known.profile.usable()
         if step.windows and usable and usable[-1] >= 0.9 * median(usable):
             known.spend = min(known.ceiling, known.spend + MORE_SPEND)
-            known.ceiling = min(MOST_SPEND, known.ceiling + MORE_SPEND / 64)
+            known.ceiling = min(MOST_SPEND, known.ceiling + MORE_SPEND / 16)
 
     def _learn_plan(self, known: _Rank, plan: RankPlan, at_fence: int, fence: float) -> None:
         """A snapshot under the plan is over: did it hold what was planned?"""
@@ -418,6 +418,7 @@ class Governor:
         if alike and known.option is not None and abs(option.spend - known.option.spend) <= SPEND_STEP:
             return False
         if drifted:
+            known.ceiling = MOST_SPEND  # what was learnt was of other windows
             known.short = {option.rung: known.short[option.rung]} if option.rung in known.short else {}
         known.rung.to(RUNGS.index(plan.rung), step)
         known.plan = replace(plan, why=rank_reason(option, facts))

@@ -19,8 +19,8 @@ from baftd.pipeline.operations import GapKind, Operation, Timed, gap_kinds
 
 __all__ = ["MOST", "Copying", "ObservedGap", "Span", "Step", "Window", "covered", "merged"]
 
-MOST = 1 << 16
-"""Events of a step. A schedule of 64 stages and 256 micro-batches has some 2,000 a rank."""
+MOST = 1 << 15
+"""Events of a step. A rank with 8 of 512 stages and 256 micro-batches has some 16,000."""
 
 Span = tuple[float, float]
 """Begin and end."""
