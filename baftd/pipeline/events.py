@@ -18,7 +18,7 @@ from typing import NamedTuple
 from baftd.errors import FormatError
 
 __all__ = ["EVENT_BYTES", "OPERATIONS", "WAITS", "Event", "EventKind", "pack_event", "pack_event_into", "pack_order",
-           "unpack_events", "unpack_order"]  # fmt: skip
+           "raw_events", "unpack_events", "unpack_order"]  # fmt: skip
 
 
 class EventKind(enum.IntEnum):
@@ -74,6 +74,8 @@ _EVENT = struct.Struct("<BxhiQQQ")
 EVENT_BYTES = _EVENT.size
 pack_event_into = _EVENT.pack_into
 """`pack_event_into(buffer, offset, *event)` writes a record in place."""
+raw_events = _EVENT.iter_unpack
+"""`raw_events(batch)` iterates over bare tuples (kind, stage, micro, begin, end, amount), at a fifth of the cost."""
 _ORDER = struct.Struct("<Bxhi")
 _KINDS = {int(kind): kind for kind in EventKind}
 

@@ -121,12 +121,12 @@ class _Request:
 
 
 class _Told:
-    """A message that is sent once or not at all."""
+    """A message that is sent once or not at all, and made where it is sent."""
 
-    __slots__ = ("message",)
+    __slots__ = ("make",)
 
-    def __init__(self, message: Message) -> None:
-        self.message = message
+    def __init__(self, make: Callable[[], Message]) -> None:
+        self.make = make
 
 
 class IoThread:
@@ -185,12 +185,12 @@ class IoThread:
         self._inbox.append(message)
         self._wake()
 
-    def tell(self, message: Message) -> None:
+    def tell(self, make: Callable[[], Message]) -> None:
         """Send a message that is of use only now: where the daemon is away it is dropped, and it is never sent again.
 
         It goes with whatever wakes the thread next (the next `post`, a heartbeat): the thread is not woken for it, to
-        want the GIL while the training thread computes."""
-        self._inbox.append(_Told(message))
+        want the GIL while the training thread computes. `make` is called in the thread, once, if it is sent."""
+        self._inbox.append(_Told(make))
         if len(self._inbox) > MAX_TOLD:
             self._wake()
 
@@ -344,11 +344,19 @@ class IoThread:
                     self._send(item.message)
             elif isinstance(item, _Told):
                 if self.state is LinkState.UP:
-                    self._send(item.message, or_drop=True)
+                    self._tell_now(item)
             else:
                 self._owe(item)
                 if self.state is LinkState.UP:
                     self._send(item)
+
+    def _tell_now(self, told: _Told) -> None:
+        try:
+            message = told.make()
+        except Exception as error:  # noqa: BLE001 - what has no answer and is not needed must not cost the connection
+            self._handler.failed(error)
+        else:
+            self._send(message, or_drop=True)
 
     def _owe(self, message: Message) -> None:
         self._owed.append(message)

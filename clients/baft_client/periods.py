@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from baft_client.recorder import Recorder
 from baft_client.windows import NO_LIMIT, Windows
-from baftd.pipeline.events import EventKind, pack_event, unpack_events
+from baftd.pipeline.events import EventKind, pack_event, raw_events, unpack_events
 from baftd.wire.messages import CopyPlan, Timings, WireToken
 
 __all__ = ["Copied", "Periods", "overruns"]
+
+_INSIDE = int(EventKind.COPY_INSIDE)
 
 
 class Copied(NamedTuple):
     """How the bytes of one snapshot came into the slot."""
 
-    total: int
-    in_windows: int
-    outside: int
-    at_fence: int
+    total: int = 0
+    in_windows: int = 0
+    outside: int = 0
+    at_fence: int = 0
     spans: bytes = b""
     """Events of the engine: when it was copying."""
 
@@ -51,19 +54,31 @@ def overruns(granted: Sequence[int], copied: Copied, plan: CopyPlan | None) -> i
     inside: dict[int, int] = {}
     before: dict[int, int] = {}  # number of a window -> bytes copied when it had got its last
     sum_ = 0
-    for span in unpack_events(copied.spans):
-        sum_ += span.amount
-        if span.kind is EventKind.COPY_INSIDE:
-            inside[span.micro] = inside.get(span.micro, 0) + span.amount
-            before[span.micro] = sum_
+    for kind, _, window, _, _, amount in raw_events(copied.spans):
+        sum_ += amount
+        if kind == _INSIDE:
+            inside[window] = inside.get(window, 0) + amount
+            before[window] = sum_
     found = reached = 0
     for number, budget in enumerate(granted):
         reached = before.get(number, reached)
-        if 0 < budget < NO_LIMIT and reached < copied.total:
-            found += inside.get(number, 0) < budget
+        if reached >= copied.total:
+            break
+        if 0 < budget < NO_LIMIT and inside.get(number, 0) < budget:
+            found += 1
     if not found and copied.at_fence and plan is not None and sum(plan.windows) >= copied.total > 0:
         return 1
     return found
+
+
+def _finished(message: Timings, copied: Copied | None, granted: Sequence[int], plan: CopyPlan | None) -> Timings:
+    """The message with what was copied in it: made in the I/O thread, while nobody is held up."""
+    if copied is not None:
+        message.copied = True
+        message.events += copied.spans
+        message.in_windows, message.outside, message.at_fence = copied.in_windows, copied.outside, copied.at_fence
+        message.overruns = overruns(granted, copied, plan)
+    return message
 
 
 class Periods:
@@ -75,18 +90,16 @@ class Periods:
         recorder: Recorder,
         windows: Windows,
         *,
-        tell: Callable[[Timings], None],
+        tell: Callable[[Callable[[], Timings]], None],
         now: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`tell` sends to the daemon, once; `now` gives ns of CLOCK_MONOTONIC."""
+        """`tell` sends what is made then to the daemon, once; `now` gives ns of CLOCK_MONOTONIC."""
         self.step = -1
         """The boundary that began this period; -1: none has been passed."""
         self.copied: Copied | None = None
         """What was copied of the snapshot of `step`; set before `turn`, where there was one."""
         self.begun = 0
         """When that boundary returned."""
-        self.overruns = 0
-        """Of all periods."""
         self.apart = False
         """Something else went on in this period (an evaluation, a declaration): it says nothing of the others."""
         self._rank = rank
@@ -127,10 +140,6 @@ class Periods:
             self._plan = plan
             return
         events, lost = self._recorder.take()
-        copied = self.copied
-        if copied is not None:
-            late = overruns(granted, copied, self._plan)
-            self.overruns += late
         if self.step >= 0 and token is not None:
             message = Timings(
                 token=token,
@@ -145,13 +154,6 @@ class Periods:
                 fence_ns=self._waited,
                 apart=self.apart,
             )
-            if copied is not None:
-                message.copied = True
-                message.events += copied.spans
-                message.in_windows, message.outside, message.at_fence = (
-                    copied.in_windows, copied.outside, copied.at_fence,
-                )  # fmt: skip
-                message.overruns = late
-            self._tell(message)
+            self._tell(partial(_finished, message, self.copied, granted, self._plan))
         self.step, self.begun, self.copied, self._plan = step, now, None, plan
         self._held, self._waited, self._fenced, self.apart = now - began, 0, False, False

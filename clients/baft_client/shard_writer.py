@@ -356,15 +356,17 @@ class ShardWriter:
 
     def copied(self) -> Copied:
         """How the bytes of the newest snapshot came into the slot, so far."""
-        total, parts, spans = 0, [(0, 0, 0)], b""
-        if self._stable:
-            total, spans = self._table.total, self._engine.spans()
-            parts.append(self._engine.copied())
-        if self._on_device and self._device is not None:
-            total += sum(self.layout.by_index[i].nbytes for i in self._on_device)
-            parts.append(self._device.copied())
-        inside, outside, at_fence = (sum(one) for one in zip(*parts, strict=True))
-        return Copied(total, inside, outside, at_fence, spans=spans)
+        found = Copied(self._table.total, *self._engine.copied(), self._engine.spans()) if self._stable else Copied()
+        if not self._on_device or self._device is None:
+            return found
+        inside, outside, at_fence = self._device.copied()
+        return Copied(
+            found.total + sum(self.layout.by_index[i].nbytes for i in self._on_device),
+            found.in_windows + inside,
+            found.outside + outside,
+            found.at_fence + at_fence,
+            found.spans,
+        )
 
     def _compare(self, snapshot: Snapshot, updates: int | None) -> Torn | None:
         if "updates" in self._witnesses and updates is not None and updates != snapshot.updates:

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -297,17 +298,31 @@ def steps(peer: Peer) -> list[int]:
 
 def test_what_is_told_is_never_owed_and_never_sent_twice(peer: Peer, link: IoThread) -> None:
     for step in range(1, 6):
-        link.tell(told(step))  # nobody is there
+        link.tell(partial(told, step))  # nobody is there
     link.post(skip(6))
     wait_for(lambda: not link._inbox)
     peer.start()
     assert link.wait_up(10)
-    link.tell(told(7))
+    link.tell(lambda: told(7))
     link.post(skip(8))
     wait_for(lambda: steps(peer) == [6, 7, 8])
     link.reconnect()
     wait_for(lambda: steps(peer) == [6, 7, 8, 6, 8])
     assert link.dropped == 0
+
+
+def test_what_cannot_be_told_costs_no_connection(peer: Peer, link: IoThread, listener: Listener) -> None:
+    peer.start()
+    assert link.wait_up(10)
+
+    def fails() -> Timings:
+        raise KeyError("a test")
+
+    link.tell(fails)
+    link.post(skip(1))
+    wait_for(lambda: steps(peer) == [1])
+    assert [type(entry) for entry in listener.told if isinstance(entry, Exception)] == [KeyError]
+    assert listener.told.count("welcome") == 1
 
 
 def test_what_is_told_waits_for_what_wakes_the_thread_anyway(
@@ -317,12 +332,12 @@ def test_what_is_told_waits_for_what_wakes_the_thread_anyway(
     assert link.wait_up(10)
     woken: list[int] = []
     monkeypatch.setattr(link, "_wake", lambda: woken.append(1))
-    link.tell(told(1))
+    link.tell(lambda: told(1))
     assert not woken
     wait_for(lambda: steps(peer) == [1])  # a heartbeat took it along
     monkeypatch.setattr(link, "_drain_inbox", lambda: None)  # a thread that sleeps for long
     for step in range(2, MAX_TOLD + 3):
-        link.tell(told(step))
+        link.tell(partial(told, step))
     assert woken, "but the pile does not grow for ever"
     monkeypatch.undo()
     link._wake()
