@@ -106,6 +106,7 @@ class DurableWriter:
         try:
             with write.work:
                 record = await self._write_where_room(job, order, write)
+            job.counters.add("late_work", write.work.late)
         except asyncio.CancelledError:
             write.stop()
             raise

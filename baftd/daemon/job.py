@@ -412,6 +412,7 @@ class JobOnNode:
         try:
             with work:
                 found = await self.context.workers.background(digest)
+            self.counters.add("late_work", work.late)
         except Degraded:
             return  # the daemon ends; the next one digests the slot
         except (BaftError, OSError) as error:

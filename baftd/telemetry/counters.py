@@ -37,6 +37,7 @@ JOB_COUNTERS: Mapping[str, str] = {
     "fence_waits": "steps of ranks whose fence waited for bytes that were not copied yet",
     "bytes_in_windows": "bytes of snapshots copied inside windows",
     "bytes_outside": "bytes of snapshots copied while no window was open",
+    "late_work": "digests and durable writes that got full speed because their deadline came near",
     "bytes_at_fence": "bytes of snapshots copied at the fence",
 }
 """Counters of one job on one node."""
