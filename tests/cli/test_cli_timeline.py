@@ -13,23 +13,25 @@ from tests.support.numpy_trainer import TrainerProcess
 
 
 def test_a_timeline_of_a_pipeline_that_trains(run_dirs: RunDirs, cli: Cli, tmp_path: Path) -> None:
-    with Daemon(run_dirs, interval="1 step", durable_dir=str(run_dirs.durable), durable_every="5 steps") as daemon:
-        with pipeline(run_dirs, stages(2, 2, 0.01, 0.02), steps=100_000):
-            wait_until(lambda: daemon.status().jobs and trained_past(daemon, 12), "a dozen steps")
-            code, out, err = cli("show", "--bubbles")
-            assert (code, err) == (0, "")
-            assert "job pipe epoch 1: " in out
-            assert "2 micro-batches" in out
-            assert {"fill", "steady", "collective"} <= set(out.split())
-            code, out, _ = cli("status")
-            assert "snapshot every step (a step takes " in out
-            assert "overhead: " in out
-            code, out, err = cli("trace", "--steps", "4:", "-o", str(tmp_path / "t.json"))
-            assert (code, err) == (0, "")
-            assert "of 2 ranks of job pipe" in out
-            code, _, err = cli("trace", "--steps", "1000000:", "-o", str(tmp_path / "none.json"))
-            assert code == 1
-            assert "steps from 1000000 on are not kept" in err
+    with (
+        Daemon(run_dirs, interval="1 step", durable_dir=str(run_dirs.durable), durable_every="5 steps") as daemon,
+        pipeline(run_dirs, stages(2, 2, 0.01, 0.02), steps=100_000),
+    ):
+        wait_until(lambda: daemon.status().jobs and trained_past(daemon, 12), "a dozen steps")
+        code, out, err = cli("show", "--bubbles")
+        assert (code, err) == (0, "")
+        assert "job pipe epoch 1: " in out
+        assert "2 micro-batches" in out
+        assert {"fill", "steady", "collective"} <= set(out.split())
+        code, out, _ = cli("status")
+        assert "snapshot every step (a step takes " in out
+        assert "overhead: " in out
+        code, out, err = cli("trace", "--steps", "4:", "-o", str(tmp_path / "t.json"))
+        assert (code, err) == (0, "")
+        assert "of 2 ranks of job pipe" in out
+        code, _, err = cli("trace", "--steps", "1000000:", "-o", str(tmp_path / "none.json"))
+        assert code == 1
+        assert "steps from 1000000 on are not kept" in err
     document = json.loads((tmp_path / "t.json").read_text())
     tracks = {
         (event["pid"], event["tid"]): event["args"]["name"]
