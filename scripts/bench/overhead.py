@@ -21,7 +21,7 @@ from baftd.pipeline.schedules import build
 from baftd.pipeline.simulate import simulate
 
 MB = 10**6
-SETTLE = 24
+SETTLE = 60
 """Steps at the beginning that do not count: the daemon learns the windows and makes up its mind."""
 PEERS = ("clone", "copy", "torch_save", "dcp_default", "dcp_thread", "dcp_process", "dlrover", "ungated")
 SLEEP: dict[str, Any] = {
