@@ -5,6 +5,7 @@ Of a running job, a layout file, MindSpore's strategy files, or a model given by
     baftd plan --job gpt
     baftd plan --layout job.toml --ranks-per-node 8
     baftd plan --preset gpt-175b --tp 8 --pp 16 --dp 16 --window-bytes 2GiB --node-memory 512GiB
+    baftd plan --preset gpt-175b --tp 8 --pp 16 --dp 16 --micro 64 --forward-ms 40      how long bubbles are
 
 Exit code 5 when the slots do not fit into a node's memory.
 """
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baftd.cli.common import add_json, add_settings, print_json, settings_of
+from baftd.cli.plan_bubbles import add_bubble_arguments, bubbles_document, print_bubbles, read_bubbles
 from baftd.cli.plan_sources import Source, add_source_arguments, count, layout_file, read_source
 from baftd.cli.render import complain, print_table, say
 from baftd.errors import NoRoom, UsageError
@@ -46,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     room.add_argument(
         "--durable", action=argparse.BooleanOptionalAction, help="a durable tier is on [--job: as it is; else off]"
     )
+    add_bubble_arguments(parser)
     wanted = parser.add_argument_group("what is wanted")
     wanted.add_argument("--redundancy", choices=_MODES, default="auto", help="[auto: cheapest that survives a node]")
     wanted.add_argument("--copies", type=count, metavar="K", help="of peer: copies on other nodes [1]")
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--rank", type=count, metavar="R", help="list what this rank saves")
     show.add_argument("--save-layout", type=Path, metavar="FILE", help="write the layout, to be read by --layout")
     add_json(show)
-    add_settings(parser, ["run_dir", "shm_dir"])
+    add_settings(parser, ["run_dir", "shm_dir", "overhead_budget"])
 
 
 def size(text: str) -> int:
@@ -117,11 +120,18 @@ def run(arguments: argparse.Namespace) -> int:
     first, last = arguments.show_ranks or (0, 0)
     ranks = range(first, layout.world if last == -1 else last)
     restore = None if arguments.onto is None else restore_onto(plan.offer.assignment, layout_file(arguments.onto))
+    budget = settings_of(arguments).overhead_budget
+    bubbles = read_bubbles(arguments, layout, plan.offer.assignment, budget)
     if arguments.json:
         found = document(plan, ranks, arguments.rank, refusal)
+        if bubbles is not None:
+            found["bubbles"] = bubbles_document(bubbles)
         print_json("plan", found if restore is None else {**found, "restore": restore_document(restore)})
     else:
         print_plan(plan, ranks, arguments.rank)
+        if bubbles is not None:
+            print()
+            print_bubbles(bubbles)
         if restore is not None:
             print()
             said_restore(restore)

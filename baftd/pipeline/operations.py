@@ -207,16 +207,17 @@ class Timeline:
         return max((end - begin for begin, end in zip(self.begins, self.ends, strict=True)), default=0)
 
     def gaps(self, rank: int) -> tuple[Gap, ...]:
-        """Every gap of a rank that has a length, in order."""
+        """Every gap of a rank that is longer than rounding may make it, in order."""
         found = []
         at = self.begins[rank]
+        least = _ROUNDING * self.ends[rank]
         timed = self.operations[rank]
         for kind, (operation, begin, end) in zip(gap_kinds([one.operation for one in timed]), timed, strict=True):
-            if begin > at:
+            if begin - at > least:
                 found.append(Gap(kind, at, begin, operation))
             at = end
         over = self.ends[rank] - self.times.tail
-        if over > at:
+        if over - at > least:
             found.append(Gap(GapKind.COLLECTIVE if self.times.barrier else GapKind.DRAIN, at, over, None))
         return tuple(found)
 
@@ -239,4 +240,6 @@ def gap_kinds(order: Sequence[Operation]) -> tuple[GapKind, ...]:
     )
 
 
+_ROUNDING = 1e-12
+"""Part of a step: additions in another order differ by less."""
 _BACKWARDS = frozenset({EventKind.BACKWARD, EventKind.INPUT_GRAD})

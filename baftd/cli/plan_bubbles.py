@@ -1,0 +1,406 @@
+"""How long a pipeline's bubbles are, what fits into them, and what snapshots will cost: `baftd plan` before training.
+
+Schedules are simulated from the times of one micro-batch on each rank (`baftd.pipeline`). What is made of the bubbles
+is what the daemon makes of them before it has measured anything: the same ladder, part of a window, and guesses of what
+copying costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from baftd.cli.plan_rows import stages_of
+from baftd.cli.plan_sources import count
+from baftd.cli.render import print_table, say, size
+from baftd.errors import UsageError
+
+if TYPE_CHECKING:
+    from baftd.checkpoint.layout import Layout
+    from baftd.checkpoint.savers import Assignment
+    from baftd.pipeline.operations import Schedule, Times
+
+__all__ = ["Bubbles", "add_bubble_arguments", "bubbles_document", "print_bubbles", "read_bubbles"]
+
+_SIDE_BY_SIDE = ("1F1B", "interleaved", "ZB-H1")
+_TWO_STAGES = ("ZBV", "DualPipeV", "Chimera", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
+_LOOPS = (
+    "interleaved", "LoopedBFS", "InterleavedZeroBubble",
+    "ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble",
+)  # fmt: skip
+_MOST_OPERATIONS = 400_000
+"""Forwards and backwards of a schedule that is simulated: some seconds."""
+_FLAGS = ("micro", "forward_ms", "backward_ms", "step_ms", "chunks", "schedules", "copy_rate")
+
+
+def add_bubble_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags that say how long operations take."""
+    from baftd.settings import parse_size
+
+    def rate(text: str) -> int:
+        try:
+            return parse_size(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    group = parser.add_argument_group("bubbles of the pipeline (with --micro, and --forward-ms or --step-ms)")
+    group.add_argument("--micro", type=count, metavar="M", help="micro-batches of a step")
+    group.add_argument(
+        "--forward-ms", type=_milliseconds, metavar="MS",
+        help="a rank's forward of one micro-batch; or of each rank of the pipeline, such as 30,28x14,35",
+    )  # fmt: skip
+    group.add_argument("--backward-ms", type=_milliseconds, metavar="MS", help="the same backward [2 x forward]")
+    group.add_argument(
+        "--step-ms", type=_milliseconds, metavar="MS", help="instead: a step under the first schedule; all ranks alike"
+    )
+    group.add_argument("--chunks", type=count, metavar="V", help="stages of a rank, interleaved [of the layout, or 2]")
+    group.add_argument(
+        "--schedules", metavar="LIST", help=f"side by side: [{','.join(_SIDE_BY_SIDE)}], or torch's names of classes"
+    )
+    group.add_argument(
+        "--copy-rate", type=rate, metavar="SIZE",
+        help="a rank copies in a second [4 GB: a third of what one core was measured to copy alone]",
+    )  # fmt: skip
+
+
+_NUMBER = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)(?:x([0-9]{1,4}))?\s*")
+
+
+def _milliseconds(text: str) -> tuple[float, ...]:
+    """Argument type: positive numbers, each of them once or "x" so many times."""
+    found: list[float] = []
+    for part in text.split(","):
+        match = _NUMBER.fullmatch(part)
+        if match is None or float(match[1]) <= 0 or match[2] == "0":
+            raise argparse.ArgumentTypeError(f"{part!r} is not a number of milliseconds, such as 30, and no 30x4")
+        found += [float(match[1])] * int(match[2] or 1)
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class StageBubbles:
+    """One rank of the pipeline under one schedule. Seconds of a step, bytes of a snapshot."""
+
+    stages: tuple[int, ...]
+    """As the layout numbers them."""
+    bytes: int
+    """Most that a rank there saves."""
+    idle: float
+    kinds: dict[str, float]
+    fits: int
+    """Bytes that the windows hold at the copy rate, by the part of them that is spent."""
+    rung: str
+    cost: float
+    """Seconds by which a snapshot is expected to lengthen the step there."""
+
+
+@dataclass(frozen=True)
+class ScheduleBubbles:
+    """A schedule, or why there is none for these numbers."""
+
+    name: str
+    chunks: int
+    problem: str = ""
+    step: float = 0.0
+    interval: int = 0
+    rung: str = ""
+    slowest: int = -1
+    """Place of the rank that decides the interval."""
+    overhead: float = 0.0
+    stages: tuple[StageBubbles, ...] = ()
+
+    @property
+    def share(self) -> float:
+        """Of all ranks' time, idle."""
+        return sum(one.idle for one in self.stages) / (len(self.stages) * self.step) if self.stages else 0.0
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """What is known of bubbles before training."""
+
+    micro: int
+    forward: tuple[float, ...]
+    """Seconds of each rank of the pipeline."""
+    backward: tuple[float, ...]
+    rate: int
+    rate_given: bool
+    spend: float
+    budget: float
+    inside: float
+    """What a second of copying inside windows is taken to cost, and outside."""
+    outside: float
+    schedules: tuple[ScheduleBubbles, ...]
+
+
+def read_bubbles(
+    arguments: argparse.Namespace, layout: Layout, saved: Assignment, budget: float
+) -> Bubbles | None:
+    """What the flags ask for; None where they ask for nothing. budget: the part of the running time that snapshots may
+    cost. Raises UsageError for flags that miss or contradict each other."""
+    given = [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name) is not None]
+    if not given:
+        return None
+    if arguments.micro is None or (arguments.forward_ms is None and arguments.step_ms is None):
+        raise UsageError(f"{given[0]} is about bubbles, which need --micro, and --forward-ms or --step-ms.")
+    for name in ("micro", "chunks", "copy_rate"):
+        if getattr(arguments, name) == 0:
+            raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
+    if arguments.step_ms is not None and (arguments.forward_ms is not None or arguments.backward_ms is not None):
+        raise UsageError("--step-ms gives the times of operations; so do --forward-ms and --backward-ms.")
+    from baftd.pipeline.costs import Belief
+    from baftd.pipeline.pacing import ASSUMED_RATE, RankFacts
+
+    places = _places(layout, saved)
+    chunks = arguments.chunks or max(2, max(len(stages) for stages in places))
+    names = _SIDE_BY_SIDE if arguments.schedules is None else tuple(arguments.schedules.split(","))
+    made = [_schedule(name, len(places), arguments.micro, chunks, arguments.schedules is not None) for name in names]
+    forward, backward = _times(arguments, len(places), made[0])
+    guess = Belief().costs
+    found = Bubbles(
+        micro=arguments.micro,
+        forward=forward,
+        backward=backward,
+        rate=arguments.copy_rate or int(ASSUMED_RATE),
+        rate_given=arguments.copy_rate is not None,
+        spend=RankFacts(rank=0, bytes=0).spend,
+        budget=budget,
+        inside=guess.inside,
+        outside=guess.outside,
+        schedules=(),
+    )
+    return replace(found, schedules=tuple(_looked_at(one, found, places) for one in made))
+
+
+def _places(layout: Layout, saved: Assignment) -> dict[tuple[int, ...], int]:
+    """Stages of each rank of the pipeline in their order, and the most that a rank there saves."""
+    found: dict[tuple[int, ...], int] = {}
+    for rank in range(layout.world):
+        stages = stages_of(layout, rank)
+        found[stages] = max(found.get(stages, 0), saved.bytes_of(rank))
+    if () in found and len(found) > 1:
+        raise UsageError("bubbles cannot be told where some ranks have a stage of the pipeline and others have none.")
+    return dict(sorted(found.items()))
+
+
+@dataclass(frozen=True)
+class _Made:
+    name: str
+    chunks: int
+    schedule: Schedule | None
+    problem: str = ""
+
+
+def _schedule(name: str, ranks: int, micro: int, chunks: int, asked: bool) -> _Made:
+    """A schedule; one that was not asked for by name may be impossible with these numbers."""
+    from baftd.pipeline.schedules import build
+
+    own = 2 if name in _TWO_STAGES else chunks if name in _LOOPS else 1
+    if 2 * ranks * micro * own > _MOST_OPERATIONS:
+        raise UsageError(
+            f"{ranks} ranks with {micro} micro-batches and {own} stages are more operations than are simulated here "
+            f"({_MOST_OPERATIONS:,})."
+        )
+    try:
+        return _Made(name, own, build(name, ranks, micro, own))
+    except UsageError as error:
+        if asked:
+            raise
+        return _Made(name, own, None, error.message)
+
+
+def _times(
+    arguments: argparse.Namespace, ranks: int, first: _Made
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Seconds of forward and backward of each rank of the pipeline."""
+    if arguments.step_ms is None:
+        forward = _each("--forward-ms", arguments.forward_ms, ranks)
+        if arguments.backward_ms is None:
+            return forward, tuple(2 * one for one in forward)
+        return forward, _each("--backward-ms", arguments.backward_ms, ranks)
+    if len(arguments.step_ms) != 1:
+        raise UsageError("--step-ms is one number: the ranks of a pipeline share the step.")
+    if first.schedule is None:
+        raise UsageError(f"--step-ms is the step under {first.name}, but {first.problem}")
+    from baftd.pipeline.simulate import simulate
+
+    # Times are proportional to each other: nothing but operations is simulated.
+    unit = simulate(first.schedule, _stage_times(first, first.schedule, (1.0,) * ranks, (2.0,) * ranks)).period
+    seconds = arguments.step_ms[0] / 1e3 / unit
+    return (seconds,) * ranks, (2 * seconds,) * ranks
+
+
+def _each(flag: str, given: Sequence[float], ranks: int) -> tuple[float, ...]:
+    if len(given) not in (1, ranks):
+        raise UsageError(f"{flag} names {len(given)} times, but the pipeline has {ranks} ranks.")
+    return tuple(one / 1e3 for one in (list(given) * ranks if len(given) == 1 else given))
+
+
+def _stage_times(made: _Made, schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> Times:
+    """Times of each stage: a rank's, divided among its stages; a split backward is half one, half the other. All but
+    ZB-H2, which is made for steps without one, end with a barrier."""
+    from baftd.pipeline.operations import StageTimes, Times
+
+    # Chimera's two stages of a rank are copies of each other: a micro-batch passes one of them.
+    parts = 1 if made.name == "Chimera" else made.chunks
+    each = []
+    for rank in schedule.stage_rank:
+        one, other = forward[rank] / parts, backward[rank] / parts
+        each.append(StageTimes(forward=one, backward=other, input_grad=other / 2, weight_grad=other / 2))
+    return Times(tuple(each), barrier=made.name != "ZB-H2")
+
+
+def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int]) -> ScheduleBubbles:
+    """Simulate, and let the ladder choose as it does before anything is measured."""
+    if made.schedule is None:
+        return ScheduleBubbles(made.name, made.chunks, made.problem)
+    from baftd.pipeline.interval import Interval
+    from baftd.pipeline.ladder import Budget, SecondCosts, choose
+    from baftd.pipeline.pacing import RankFacts, sure_bytes
+    from baftd.pipeline.profile import WAKE
+    from baftd.pipeline.simulate import simulate
+
+    line = simulate(made.schedule, _stage_times(made, made.schedule, known.forward, known.backward))
+    facts = []
+    for place, nbytes in enumerate(places.values()):
+        windows = tuple(gap.seconds for gap in line.gaps(place))
+        usable = sum(max(0.0, one - WAKE) for one in windows)
+        facts.append(
+            RankFacts(
+                rank=place, bytes=nbytes, step=line.period, windows=windows, usable=(usable,), spend=known.spend,
+                rate=known.rate, rate_outside=known.rate, rate_fence=known.rate,
+            )
+        )  # fmt: skip
+    choice = choose(facts, Budget(known.budget), SecondCosts(known.inside, known.outside), Interval())
+    found = []
+    for place, (stages, one) in enumerate(zip(places, facts, strict=True)):
+        kinds: dict[str, float] = {}
+        for gap in line.gaps(place):
+            kinds[gap.kind.value] = kinds.get(gap.kind.value, 0.0) + gap.seconds
+        option = choice.ranks[place]
+        found.append(
+            StageBubbles(
+                stages, one.bytes, line.idle(place), kinds, sure_bytes(one, known.spend), option.rung, option.cost
+            )
+        )
+    return ScheduleBubbles(
+        made.name, made.chunks, "", line.period, choice.interval, choice.rung, choice.slowest,
+        choice.overhead(choice.interval), tuple(found),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- for people
+
+
+def print_bubbles(bubbles: Bubbles) -> None:
+    """A line for each schedule, then what each stage has."""
+    forward, backward = _span(bubbles.forward), _span(bubbles.backward)
+    assumed = "" if bubbles.rate_given else " (supposed: --copy-rate)"
+    say(
+        f"bubbles: {bubbles.micro} micro-batches, forward {forward}, backward {backward} a rank; copying "
+        f"{bubbles.rate / 1e9:.3g} GB/s{assumed} in {bubbles.spend:.0%} of each"
+    )
+    rows = []
+    for one in bubbles.schedules:
+        name = f"{one.name}, {one.chunks} stages a rank" if one.name in _LOOPS else one.name
+        if one.problem:
+            rows.append([name, "-", "-", "-", "-", "-", f"-  ({one.problem.rstrip('.')})"])
+            continue
+        idle = [stage.idle for stage in one.stages]
+        steps = "every step" if one.interval == 1 else f"every {one.interval} steps"
+        rows.append(
+            [name, _seconds(one.step), _span(idle), f"{one.share:.1%}", one.rung, steps, f"{one.overhead:.2%}"]
+        )
+    columns = ["schedule", "step", "bubble of a rank", "of the step", "rung", "snapshot", "overhead"]
+    print_table(columns, rows, right=["step", "bubble of a rank", "of the step"])
+    print()
+    shown = [one for one in bubbles.schedules if not one.problem]
+    alike: dict[tuple[object, ...], list[tuple[StageBubbles, ...]]] = {}
+    number = 0
+    for row in zip(*(one.stages for one in shown), strict=True):
+        key = (size(row[0].bytes), *((_seconds(one.idle), one.rung) for one in row))
+        number += key != (next(reversed(alike))[1:] if alike else None)
+        alike.setdefault((number, *key), []).append(row)
+    columns, rows = ["stages", "must copy"], []
+    for one in shown:
+        columns += [one.name, "holds", "rung"]
+    for same in alike.values():
+        names = [_stages(row[0].stages) for row in same]
+        cells = [names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}", size(same[0][0].bytes)]
+        for which, stage in enumerate(same[0]):  # holds: the least, where their gaps are cut into other pieces
+            cells += [_seconds(stage.idle), size(min(row[which].fits for row in same)), stage.rung]
+        rows.append(cells)
+    print_table(columns, rows, right=columns[1:])
+    for one in shown:
+        if one.interval > 1 or one.rung != "windows":
+            slowest = one.stages[one.slowest]
+            say(
+                f"{one.name}: stage {_stages(slowest.stages)} decides: bubbles hold {size(slowest.fits)} of "
+                f"{size(slowest.bytes)}, a snapshot is expected to cost {_seconds(slowest.cost)} of a step "
+                f"(budget {bubbles.budget:.2%})"
+            )
+    say(
+        f"until the daemon has measured it, a second of copying is taken to cost {bubbles.inside:.3g} s in bubbles and "
+        f"{bubbles.outside:.3g} s beside computation; it learns both, and how much of a bubble it may spend"
+    )
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return "+".join(map(str, stages)) or "-"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"
+
+
+def _span(values: Sequence[float]) -> str:
+    least, most = _seconds(min(values)), _seconds(max(values))
+    return least if least == most else f"{least} to {most}"
+
+
+# ---------------------------------------------------------------- for programs
+
+
+def bubbles_document(bubbles: Bubbles) -> dict[str, Any]:
+    """The same for programs. Times are seconds, sizes bytes, rates bytes a second, parts numbers from 0 to 1."""
+    return {
+        "micro": bubbles.micro,
+        "forward_seconds": list(bubbles.forward),
+        "backward_seconds": list(bubbles.backward),
+        "copy_rate": bubbles.rate,
+        "copy_rate_given": bubbles.rate_given,
+        "spend": bubbles.spend,
+        "overhead_budget": bubbles.budget,
+        "costs": {"inside": bubbles.inside, "outside": bubbles.outside},
+        "schedules": [_schedule_document(one) for one in bubbles.schedules],
+    }
+
+
+def _schedule_document(one: ScheduleBubbles) -> dict[str, Any]:
+    if one.problem:
+        return {"name": one.name, "chunks": one.chunks, "problem": one.problem}
+    return {
+        "name": one.name,
+        "chunks": one.chunks,
+        "step_seconds": one.step,
+        "bubble_share": one.share,
+        "interval": one.interval,
+        "rung": one.rung,
+        "overhead": one.overhead,
+        "slowest": list(one.stages[one.slowest].stages),
+        "stages": [
+            {
+                "stages": list(stage.stages),
+                "bytes": stage.bytes,
+                "bubble_seconds": stage.idle,
+                "kinds": stage.kinds,
+                "fits": stage.fits,
+                "rung": stage.rung,
+                "cost_seconds": stage.cost,
+            }
+            for stage in one.stages
+        ],
+    }
