@@ -476,6 +476,7 @@ class Session(Described):
     def _end(self) -> None:
         self._phase = "over"
         self._snapshots.snapshot = None
+        self.windows.end()
         lifeline.forget(self)
         self._joining.close()
         self._layout.close()

@@ -44,6 +44,10 @@ class DeviceCopier(Protocol):
         """A window, the period's number `ordinal`: copy up to `budget` bytes behind the operation that was launched
         last, on the copies' own stream. Returns at once, raises nothing; does nothing where no copy is gated."""
 
+    def passed(self, ordinal: int) -> None:
+        """That window is over on the host: on the device its gap ends behind what was launched since. Raises
+        nothing."""
+
     def rest(self) -> None:
         """At the fence: enqueue what no window took, and order later work on the device behind it. Returns at once."""
 

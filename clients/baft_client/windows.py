@@ -58,6 +58,9 @@ class Anchor(Protocol):
     def anchor(self, ordinal: int, budget: int) -> None:
         """Copy up to `budget` bytes behind the operation that was launched last. Does not wait; raises nothing."""
 
+    def passed(self, ordinal: int) -> None:
+        """What the host waited for in that window has been launched: the device's gap ends behind it."""
+
 
 class Windows:
     """The windows of one rank. Adapters and loops use the methods down to `waiting`, the session those below."""
@@ -132,7 +135,7 @@ class Windows:
         self._began = self._now()
         if gate is not None:
             gate.open_window(budget)
-        if device is not None and budget:
+        if device is not None:
             device.anchor(ordinal, budget)
 
     def leave(self) -> None:
@@ -145,9 +148,11 @@ class Windows:
             self._close()
 
     def _close(self) -> None:
-        gate = self._gate
+        gate, device = self._gate, self._device
         if gate is not None:
             gate.close_window(self._outside)
+        if device is not None:
+            device.passed(len(self._granted) - 1)
         self._owner = 0
         self._add(_WINDOW, self._kind, len(self._granted) - 1, self._began, self._now(), self._budget)
 

@@ -336,6 +336,19 @@ def test_a_fenced_session_opens_nothing(trainer: Trainer, daemon: ScriptedDaemon
     assert progress(trainer) == before
 
 
+@pytest.mark.parametrize("armed", [True, False])
+def test_when_the_session_is_over_windows_are_nothing(trainer: Trainer, armed: bool) -> None:
+    trainer.session.windows.register("test")
+    if armed:
+        begin(trainer)
+    trainer.session.windows.enter(RECV)
+    trainer.close()
+    trainer.session.windows.leave()
+    with trainer.session.windows.waiting(RECV):
+        pass
+    assert not list(unpack_events(trainer.session.recorder.take()[0]))[1:], "one window, which ended with the session"
+
+
 def test_a_forked_child_leaves_the_parents_gate_alone(trainer: Trainer, daemon: ScriptedDaemon) -> None:
     trainer.session.windows.register("test")
     plan(daemon, trainer, windows=[BLOCK, BLOCK, BLOCK])

@@ -39,10 +39,15 @@ class Anchored:
 
     def __init__(self) -> None:
         self.anchors: list[tuple[int, int]] = []
+        self.ended: list[int] = []
 
     def anchor(self, ordinal: int, budget: int) -> None:
         """Put down."""
         self.anchors.append((ordinal, budget))
+
+    def passed(self, ordinal: int) -> None:
+        """Put down."""
+        self.ended.append(ordinal)
 
 
 class Clock:
@@ -180,11 +185,14 @@ def test_a_device_is_anchored_with_the_budget_of_the_window() -> None:
     for _ in range(3):
         with rig.windows.waiting(RECV), rig.windows.waiting(DATA):
             pass
-    assert device.anchors == [(0, 10), (2, 3)]
+    assert device.anchors == [(0, 10), (1, 0), (2, 3)], "gaps without a budget are timed too"
+    rig.windows.enter(RECV)
+    assert device.ended == [0, 1, 2]
     rig.windows.end()
+    assert device.ended == [0, 1, 2, 3]
     with rig.windows.waiting(RECV):
         pass
-    assert len(device.anchors) == 2
+    assert (len(device.anchors), len(device.ended)) == (4, 4)
 
 
 # ---------------------------------------------------------------- threads
