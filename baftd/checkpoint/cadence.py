@@ -53,9 +53,14 @@ class Cadence:
         None: it has left out none since the last that it took, and what came before that one is settled by it."""
         step = reached
         while step > 0:
-            if self.due(step):
-                return None if known.due(step) else step
-            step -= 1
+            now = self.at(step)
+            newest = step - step % now.every
+            if self.at(newest) is not now:
+                step = now.from_step - 1  # nothing is due since then
+            elif newest > 0 and not is_probe(newest, now.probe):
+                return None if known.due(newest) else newest
+            else:
+                step = newest - 1
         return None
 
 

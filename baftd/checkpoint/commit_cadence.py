@@ -64,10 +64,10 @@ class CadenceAgreement:
 
     def propose(self, incarnation: str, proposal: CadenceProposal) -> bool:
         """Take a node's word; the one before it is forgotten. Whether `settle` may have something to do."""
-        if proposal.every < 1 or proposal.probe < 0:
+        if proposal.every < 1 or proposal.probe < 0 or proposal.probe == 1:
             raise UsageError(
-                f"node {proposal.node} proposes a cadence of {proposal.every} steps with a probe in {proposal.probe}; "
-                "it must be at least 1, and 0."
+                f"node {proposal.node} proposes a cadence of {proposal.every} steps with a probe in {proposal.probe}: "
+                "at least 1 step, and 0 (no probes) or 2 and more, make sense."
             )
         if self.fixed or self._proposals.get(proposal.node) == (incarnation, proposal):
             return False

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from baftd.checkpoint.commit import CoordinatorInstruction, JobCoordinator, Joined, Policy, WriteManifest
+from baftd.checkpoint.commit import CoordinatorInstruction, JobCoordinator, Joined, NotJoined, Policy, WriteManifest
 from baftd.checkpoint.facts import (
     Answer,
     CadenceProposal,
@@ -153,7 +153,9 @@ class InProcessCoordinator:
 
     async def propose(self, job: str, token: Token, proposal: CadenceProposal) -> JobView:
         """See `Coordinator.propose`."""
-        await self._do(job, lambda core: core.propose(token, self._incarnation, proposal))
+        announced = await self._do(job, lambda core: core.propose(token, self._incarnation, proposal))
+        if any(isinstance(news, NotJoined) for news in announced):
+            raise TryAgain(f"job {job}: node {proposal.node} has not joined, so it cannot propose an interval.")
         return await self.view(job)
 
     # ------------------------------------------------------------------ durable tier
@@ -257,7 +259,7 @@ class InProcessCoordinator:
             if job.unsaved:
                 await self._store(name, job)
         for instruction in ready.announce:
-            if isinstance(instruction, Answer | Joined):
+            if isinstance(instruction, Answer | Joined | NotJoined):
                 continue
             if isinstance(instruction, WriteManifest) and instruction.node != self._node:
                 continue

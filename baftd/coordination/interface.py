@@ -91,7 +91,8 @@ class Coordinator(Protocol):
         view says whose it was (`cadence_by`). A node's newer proposal replaces its older one, and the same again
         changes nothing. A proposal goes with its node, with its start of the job, and with a coordinator's memory: say
         it again when the view's store is another. Without effect where the interval is fixed by the settings. Raises
-        `Fenced` for an old token, `UsageError` for a cadence that makes no sense.
+        `Fenced` for an old token, `UsageError` for a cadence that makes no sense, `TryAgain` before the node has
+        joined.
         """
         ...
 

@@ -50,7 +50,7 @@ class Workers:
         self._background = ThreadPoolExecutor(background, thread_name_prefix="baftd-digest", initializer=lower)
         # Each of its own: a durable write may take minutes, and a digest must not wait for it.
         self._durable = ThreadPoolExecutor(durable, thread_name_prefix="baftd-durable", initializer=lower)
-        self._touching = ThreadPoolExecutor(1, thread_name_prefix="baftd-touch", initializer=lower)
+        self._touching = ThreadPoolExecutor(urgent, thread_name_prefix="baftd-touch", initializer=lower)
 
     async def urgent(self, work: Callable[..., T], *args: Any) -> T:
         """Run `work(*args)` in a thread at the daemon's priority."""

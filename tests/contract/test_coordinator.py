@@ -493,6 +493,8 @@ def test_a_proposed_cadence_is_stored_before_it_is_published_and_gives_way_to_th
         assert kept.cadence == view.cadence
         assert kept.cadence_by is not None
         assert kept.cadence_by.why == asked.why
+        with pytest.raises(TryAgain):
+            await other.propose("gpt", token, asked)
         await other.join("gpt", holding())
         again = await other.propose("gpt", token, CadenceProposal(NODE, 2))
         assert (again.cadence.every, again.cadence.probe) == (2, 0)
