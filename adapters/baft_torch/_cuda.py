@@ -8,8 +8,9 @@ enqueues what no window took, and has the compute stream wait for the copy strea
 before the last byte was read. Volatile tensors are copied on the compute stream itself, so that no later kernel can
 change them first.
 
-How long a gap is only the device knows: events with times are recorded before and after it (`anchor`, `passed`), and
-read once it has gone by (`gaps`).
+How long a gap is only the device knows: events with times are recorded before and after it (`anchor`, `passed`) and
+read at a later boundary. Once the gaps of a step are known, each takes bytes in proportion to its length, and the last
+one what is left; the budgets of the copy plan, which knows the host's waits alone, hold until then.
 
 The canary is sampled on the compute stream at the boundary, so that it comes before whatever could change a tensor
 next, and by the copy stream after the last byte; the host compares.
@@ -22,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,8 @@ PIECE = 1 << 20
 """Bytes: windows end at a multiple of it within a tensor, so that no copy is tiny."""
 GAPS = 4096
 """Gaps whose length has not been read yet, at most: older ones are forgotten."""
+REMEMBERED = 5
+"""Lengths of each gap that are kept; the middle one counts."""
 
 _CUDA: Any = torch.cuda
 """Typed loosely: its stubs leave out most of what is used here."""
@@ -86,6 +90,7 @@ class CudaCopier:
         self._at_fence = self._refused = False
         self._open: list[tuple[int, Any, Any]] = []
         self._gaps: deque[tuple[int, Any, Any]] = deque(maxlen=GAPS)
+        self._lengths: dict[int, deque[float]] = {}
         self._log = get_logger("torch")
 
     def slots(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -110,6 +115,7 @@ class CudaCopier:
         """Enqueue the copy of every source to its address, and return. `gated`: of volatile ones only, and leave the
         others to windows."""
         self._forget()
+        self._read_gaps()
         self._inside = self._outside = self._late = 0
         self._at_fence = False
         by_device: dict[torch.device, list[tuple[Source, torch.Tensor, torch.Tensor]]] = {}
@@ -150,8 +156,11 @@ class CudaCopier:
             if not _CUDA.is_current_stream_capturing():
                 self._anchor(ordinal, budget)
         except RuntimeError as error:
-            self._refused = True
-            self._log.warning("no_windows", why=str(error), note="tensors on the device are copied at the fence")
+            self._refuse(error)
+
+    def _refuse(self, error: RuntimeError) -> None:
+        self._refused = True
+        self._log.warning("no_windows", why=str(error), note="tensors on the device are copied at the fence")
 
     def _anchor(self, ordinal: int, budget: int) -> None:
         for device, at in self._devices.items():
@@ -159,31 +168,51 @@ class CudaCopier:
             begins = _CUDA.Event(enable_timing=True)
             begins.record(compute)
             self._open.append((ordinal, begins, compute))
-            if at.pieces and budget > 0:
+            share = self._share(ordinal, at)
+            most = budget if share is None else share
+            if at.pieces and most > 0:
                 at.stream.wait_event(begins)
-                taken = self._enqueue(device, budget)
+                taken = self._enqueue(device, most)
                 self._inside += taken
-                budget -= taken
+                if share is None:
+                    budget -= taken
+
+    def _share(self, ordinal: int, at: _Device) -> int | None:
+        """Bytes for a gap: of what is left as much as it has of the time that is left. None: not known yet."""
+        if ordinal not in self._lengths:
+            return None
+        coming = {number: median(seen) for number, seen in self._lengths.items() if number >= ordinal}
+        left = sum(piece.tensor.numel() - piece.done for piece in at.pieces)
+        if len(coming) == 1:
+            return left
+        share = left * coming[ordinal] / max(sum(coming.values()), 1e-9)
+        return -(-int(share) // PIECE) * PIECE
 
     def passed(self, ordinal: int) -> None:
-        """What was waited for in that gap has been launched: the gap ends behind it."""
+        """What was waited for in that gap has been launched: the gap ends behind it. Raises nothing."""
         still = []
         for number, begins, compute in self._open:
-            if number != ordinal:
+            if number != ordinal or self._refused:
                 still.append((number, begins, compute))
-            elif not _CUDA.is_current_stream_capturing():
-                ends = _CUDA.Event(enable_timing=True)
-                ends.record(compute)
-                self._gaps.append((number, begins, ends))
+                continue
+            try:
+                if not _CUDA.is_current_stream_capturing():
+                    ends = _CUDA.Event(enable_timing=True)
+                    ends.record(compute)
+                    self._gaps.append((number, begins, ends))
+            except RuntimeError as error:
+                self._refuse(error)
         self._open = still
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """(window, nanoseconds) of gaps that have gone by on the device since the last call, in their order."""
-        found = []
+    def _read_gaps(self) -> None:
+        """Learn the length of the gaps that have gone by."""
+        newest = -1
         while self._gaps and self._gaps[0][2].query():
             number, begins, ends = self._gaps.popleft()
-            found.append((number, int(begins.elapsed_time(ends) * 1e6)))
-        return found
+            self._lengths.setdefault(number, deque(maxlen=REMEMBERED)).append(begins.elapsed_time(ends))
+            newest = max(newest, number)
+        if newest >= 0:  # a step with fewer gaps: what is known of others is of no use
+            self._lengths = {number: seen for number, seen in self._lengths.items() if number <= newest}
 
     def rest(self) -> None:
         """The fence: enqueue what no window took, and order later kernels behind the copies. Nothing waits."""

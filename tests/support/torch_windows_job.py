@@ -2,8 +2,9 @@
 
     python -m tests.support.torch_windows_job --kind ddp --steps 3 --out DIR
 
-Rank 1 is late: it sleeps in every backward pass (DDP, FSDP2), or before it sends. Each rank writes
-DIR/events-<rank>.json, for each step a list of [kind, for what (windows only), begin, end] in ms since the step began, and the losses.
+Rank 1 is late: it sleeps in every backward pass (DDP, FSDP2), or before it sends. Each rank writes to
+DIR/events-<rank>.json the losses, and for each step a list of [kind, for what (windows only), begin, end] in ms since
+the step began.
 """
 
 from __future__ import annotations

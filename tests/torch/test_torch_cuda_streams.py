@@ -179,17 +179,38 @@ def test_a_device_that_refuses_does_not_raise_into_training(run: Run, monkeypatc
     assert run.found() == expected
 
 
-def test_gaps_are_measured_by_the_device(run: Run) -> None:
-    run.boundary(gated=True)
-    for ordinal in range(4):
-        run.forward()
-        run.window(ordinal, 0)
-    assert run.copier.flush(10.0)
-    run.device.drain()
-    found = run.copier.gaps()
-    assert [number for number, _ in found] == [0, 1, 2, 3]
-    assert all(length > 0 for _, length in found)
-    assert run.copier.gaps() == []
+def test_once_gaps_are_known_each_takes_its_share(run: Run) -> None:
+    for _ in range(3):
+        expected = run.boundary(gated=True)
+        shares = []
+        for ordinal, operations in enumerate((30, 10, 0, 20)):
+            run.forward()
+            before = run.copier.copied()[0]
+            run.copier.anchor(ordinal, NO_LIMIT)
+            shares.append(run.copier.copied()[0] - before)
+            for _ in range(operations):
+                run.device.launch(lambda: None)
+            run.copier.passed(ordinal)
+            run.device.drain()
+        assert run.copier.flush(10.0)
+        assert run.found() == expected
+        run.device.drain()
+    assert sum(shares) == TOTAL, "nothing is left for the fence"
+    assert shares[0] == max(shares) > TOTAL / 3
+    assert shares[0] > shares[2] + PIECE, "by their length"
+    assert min(shares[0], shares[3]) > 0
+
+
+def test_a_step_with_fewer_gaps_is_learned(run: Run) -> None:
+    for gaps in (5, 5, 2, 2, 2):
+        run.boundary(gated=True)
+        for ordinal in range(gaps):
+            run.forward()
+            run.window(ordinal, NO_LIMIT)
+            run.device.drain()
+        assert run.copier.flush(10.0)
+        run.device.drain()
+    assert run.copier.copied() == (TOTAL, 0, 0)
 
 
 def test_a_cancelled_copy_touches_no_slot_afterwards(run: Run) -> None:
