@@ -43,8 +43,6 @@ MOST_STEPS_AHEAD = 1 << 20
 """By which a rank's step may be beyond the newest one known of the job."""
 LONGEST_PERIOD = 7 * 86400 * 10**9
 """ns of one step."""
-SLACK = 10**9
-"""ns by which what a rank says may differ from what this process sees."""
 RESEND_PLAN = 4
 """Steps after which a plan that a rank does not follow is sent again."""
 MOST_GENERATION = 1 << 48
@@ -296,10 +294,9 @@ class JobPacing:
             raise FormatError(f"{say}the job was at step {known} last.")
         if not 0 < message.period <= LONGEST_PERIOD:
             raise FormatError(f"{say}a period of {message.period} ns.")
-        most = message.period + SLACK
-        if message.fence_ns > most or message.held_ns > most:
-            held = max(message.fence_ns, message.held_ns)
-            raise FormatError(f"{say}held for {held} ns in a period of {message.period} ns.")
+        held = max(message.fence_ns, message.held_ns)
+        if held > LONGEST_PERIOD:  # longer than the period it may be: a boundary that lays out anew ends it
+            raise FormatError(f"{say}held for {held} ns.")
         copied = message.in_windows + message.outside + message.at_fence
         if copied > rank.largest:
             raise FormatError(f"{say}{copied} bytes copied of a snapshot of {rank.largest}.")

@@ -208,6 +208,7 @@ def daemon(steps: int) -> Iterator[dict[str, str]]:
         "BAFTD_DURABLE_DIR": str(HOME / "durable"),
         "BAFTD_DURABLE_EVERY": f"{steps // 4} steps",
         "BAFTD_MEMORY_RESERVE": "4 MiB",
+        "BAFTD_INTERVAL": "1 step",  # these steps are too short for what a snapshot costs to be 1 % of them
         "GLOO_SOCKET_IFNAME": "lo",
     }
     (HOME / "durable").mkdir()

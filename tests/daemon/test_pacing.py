@@ -201,8 +201,14 @@ def test_what_cannot_be_is_answered_and_counted_and_changes_nothing(run_dirs: Ru
         assert job_of(daemon).counters["timings_refused"] == refused
         refuse("at_fence", at_fence=-1)  # not even a message
         train(ranks, 5, 30)
+        late = rank.timings(30, copied=True)
+        late.held_ns = 10 * late.period  # its boundary laid out anew
+        late.id = 78
+        rank.say(late)
+        assert rank.ask(Ping(), Pong).id
         job = job_of(daemon)
-        assert job.counters["timings"] == 29
+        assert job.counters["timings"] == 30
+        assert job.counters["timings_refused"] == refused - 1
         assert daemon.status().counters["internal_errors"] == 0
 
 
