@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from threading import get_ident
 from time import monotonic_ns
@@ -249,6 +250,9 @@ Make = Callable[[Callable[..., Any], list[PipelineObserver]], Callable[..., Any]
 """Makes a wrapper of what it wraps and the observers that use it."""
 
 
+_wrappers: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
 class _Patch:
     """A wrapper in the place of `owner.name`, shared by all observers that want it there."""
 
@@ -259,7 +263,10 @@ class _Patch:
         self._users: list[PipelineObserver] = []
         self._own = name in vars(owner)
         self._before = getattr(owner, name)
-        self._wrapper = functools.wraps(self._before)(make(self._before, self._users))
+        # A module that was imported while another one was wrapped has our wrapper for the function.
+        inner = self._before.__wrapped__ if self._before in _wrappers else self._before
+        self._wrapper = functools.wraps(inner)(make(inner, self._users))
+        _wrappers.add(self._wrapper)
         setattr(owner, name, self._wrapper)
 
     @classmethod

@@ -237,6 +237,36 @@ def test_two_schedules_see_their_own_steps_one_within_the_other(schedule: Any, m
     assert clean(schedule, module)
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["imported before", "imported while wrapped"])
+def test_a_schedule_of_another_module_is_seen_through_the_names_it_imported(
+    schedule: Any, module: types.ModuleType, late: bool
+) -> None:
+    other = types.ModuleType("derived_schedules")
+    names = ("_batch_p2p", "_wait_batch_p2p")
+    former = Seen().observe(schedule) if late else None
+    other.__dict__.update({name: module.__dict__[name] for name in names})
+    if former is not None:
+        former.detach()
+
+    def step(self: Any) -> None:
+        other.__dict__["_wait_batch_p2p"](other.__dict__["_batch_p2p"]([Direction("isend")]))
+
+    made = type("Derived", (type(schedule),), {"__module__": other.__name__, "step": step})()
+    made._stage = Stage()
+    sys.modules[other.__name__] = other
+    try:
+        seen = Seen()
+        before = dict(other.__dict__)
+        observer = seen.observe(made)
+        made.step()
+        assert seen.kinds() == [EventKind.WAIT_SEND, EventKind.SCHEDULE]
+        observer.detach()
+        assert other.__dict__ == before
+    finally:
+        del sys.modules[other.__name__]
+    assert clean(schedule, module)
+
+
 def test_detach_within_a_step(schedule: Any, module: types.ModuleType) -> None:
     seen = Seen()
     observer = seen.observe(schedule)
