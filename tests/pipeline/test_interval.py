@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import exp
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baftd.errors import UsageError
 from baftd.pipeline.interval import LONGEST, Interval, daly, steps_for, young
 
 
+@settings(deadline=None)
 @given(
     cost=st.floats(0, 1e4, allow_nan=False), budget=st.floats(1e-4, 0.5), step=st.floats(1e-4, 1e3, allow_nan=False)
 )

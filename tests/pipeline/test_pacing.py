@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baftd.pipeline.interval import Interval
@@ -40,6 +40,7 @@ def facts(nbytes: int = 500 * MB, windows: tuple[float, ...] = (0.05, 0.05, 0.05
 _windows = st.lists(st.floats(0, 0.5), max_size=12).map(tuple)
 
 
+@settings(deadline=None)
 @given(
     windows=_windows, nbytes=st.integers(1, 10**10), rate=st.floats(1e6, 2e10), spend=st.floats(0.1, 0.95)
 )
@@ -85,6 +86,7 @@ def test_the_pace_is_as_slow_as_will_do() -> None:
     assert pace_for(1, calm) == 1 << 20
 
 
+@settings(deadline=None)
 @given(gaps=st.lists(st.tuples(st.floats(0, 1), st.floats(0, 0.2)), max_size=8), nbytes=st.integers(0, 10**9))
 def test_clock_anchored_windows_lie_within_their_gaps_and_hold_no_more_than_the_snapshot(
     gaps: list[tuple[float, float]], nbytes: int
@@ -131,6 +133,7 @@ def test_windows_are_used_before_anything_else_and_the_rest_is_small() -> None:
     assert overlap.inside * 9e9 + overlap.outside * 9e9 == pytest.approx(2000 * MB)
 
 
+@settings(deadline=None)
 @given(
     nbytes=st.integers(1, 10**10), windows=_windows, held=st.floats(0, 0.01),
     inside=st.floats(0, 1), outside=st.floats(0, 3), spend=st.floats(0.1, 0.95),

@@ -6,7 +6,7 @@ import random
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baftd.errors import FormatError
@@ -134,6 +134,7 @@ _garbage = st.builds(
 )  # fmt: skip
 
 
+@settings(deadline=None)
 @given(events=st.lists(_garbage, max_size=60), period=st.integers(1, 10**12))
 def test_garbage_makes_a_step_that_is_consistent(events: list[Event], period: int) -> None:
     packed = b"".join(pack_event(one) for one in events)
