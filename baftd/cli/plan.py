@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
             found["bubbles"] = bubbles_document(bubbles)
         print_json("plan", found if restore is None else {**found, "restore": restore_document(restore)})
     else:
-        print_plan(plan, ranks, arguments.rank)
+        print_plan(plan, ranks, arguments.rank, bubbles=bubbles is not None)
         if bubbles is not None:
             print()
             print_bubbles(bubbles)

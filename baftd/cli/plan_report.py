@@ -155,8 +155,8 @@ class Plan:
 # ---------------------------------------------------------------- for people
 
 
-def print_plan(plan: Plan, ranks: range, rank: int | None) -> None:
-    """Print everything: a table of stages, savers and modes, and sentences."""
+def print_plan(plan: Plan, ranks: range, rank: int | None, *, bubbles: bool = False) -> None:
+    """Print everything: a table of stages, savers and modes, and sentences. bubbles: what fits into them follows."""
     layout = plan.source.layout
     nodes = len(set(plan.nodes))
     say(f"{plan.source.words}, on {nodes} node{'s' * (nodes != 1)}{plan.nodes_are}")
@@ -177,7 +177,7 @@ def print_plan(plan: Plan, ranks: range, rank: int | None) -> None:
     _print_modes(plan)
     print()
     say(f"redundancy: {plan.choice.mode}, {_said_reason(plan)}")
-    for line in (_said_windows(plan), _said_network(plan), _said_memory(plan), _said_commit(plan)):
+    for line in (_said_windows(plan, bubbles), _said_network(plan), _said_memory(plan), _said_commit(plan)):
         say(line)
     say("when nodes are lost:")
     for sentence in survival_sentences(plan):
@@ -247,10 +247,12 @@ def _percent(fill: float) -> str:
     return "no window" if isinf(fill) else f"{fill:.0%}"
 
 
-def _said_windows(plan: Plan) -> str:
+def _said_windows(plan: Plan, bubbles: bool) -> str:
     assignment = plan.offer.assignment
     most = f"{size(assignment.bytes_of(assignment.fullest))} a step (rank {assignment.fullest})"
     if plan.window_bytes is None:
+        if bubbles:
+            return f"windows: a rank must copy up to {most}; what bubbles hold of that is said below"
         return f"windows: a rank must copy up to {most}; whether that fits is not known (--window-bytes)"
     can = f"a rank must copy up to {most} and can copy {size(plan.window_bytes)}"
     if plan.offer.window_fill <= 1:

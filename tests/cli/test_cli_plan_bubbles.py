@@ -130,6 +130,7 @@ def test_a_default_schedule_that_cannot_be_says_why(cli: Cli, given: tuple[str, 
 def test_the_table(cli: Cli, given: tuple[str, ...]) -> None:
     code, out, err = cli(*given, "--micro", "8", "--forward-ms", "30", "--copy-rate", "1 GB")
     assert (code, err) == (0, "")
+    assert "a rank must copy up to 4.00 MiB a step (rank 0); what bubbles hold of that is said below\n" in out
     assert "bubbles: 8 micro-batches, forward 30.0 ms, backward 60.0 ms a rank; copying 1 GB/s in 40% of each\n" in out
     assert re.search(r"^1F1B +990\.0 ms +270\.0 ms +27\.3% +windows +every step +\d\.\d\d%$", out, re.MULTILINE)
     assert re.search(r"^ZB-H1 +810\.0 ms +90\.0 ms +11\.1% +windows +every step", out, re.MULTILINE)
