@@ -1,15 +1,17 @@
 """What snapshots cost, measured by pairing steps with and without copying. Pure.
 
-Of three steps in a row, the outer ones alike (both with copying, or both without) and the middle one the other way, the
-pair is the logarithm of seconds with over seconds without, the outer two by their geometric mean: a drift of the step
-time that is even over three steps cancels. Pairs come from probes (a snapshot left out at random) where every step is
-snapshot, and from every snapshot where the interval is longer. No step is part of two pairs, so that they are
+Of four steps in a row, where only the second is the other way (with copying among steps without, or without among steps
+with), a pair is the logarithm of the seconds of the inner two over those of the outer two: the second step shows what
+copying costs, the third what the daemon does with a snapshot afterwards, and a drift of the step time that is even over
+the four cancels. Where snapshots lie closer, three steps make a pair, the outer two by their geometric mean; what comes
+afterwards is then on both sides and does not show. Pairs come from probes (a snapshot left out at random) where every
+step is snapshot, and from every snapshot where the interval is longer. No step is part of two pairs, so that they are
 independent and the error is not taken for too small.
 
 The estimate is the median of the pairs, its standard error 1.2533 * s / sqrt(n) (the median of normal samples), with s
 from the median absolute deviation. Dropped is a pair whose outer steps differ from one another by more than five times
-what outer steps usually do (and by more than 5 %): something else happened there. The rule does not look at the middle
-step, so it favours neither answer.
+what outer steps usually do (and by more than 5 %): something else happened there. The rule does not look at the inner
+steps, so it favours neither answer.
 """
 
 from __future__ import annotations
@@ -71,21 +73,24 @@ class OverheadEstimator:
             recent.clear()
             return
         recent.append((step, log(seconds), copied))
-        if len(recent) < 3:
+        if len(recent) < 4:
             return
-        (_, first, outer), (_, middle, inner), (_, last, like) = recent
+        (_, first, outer), (_, second, inner), (_, third, like), (_, fourth, last) = recent
         if outer != like or inner == outer:
             del recent[0]
             return
-        recent.clear()
-        difference = abs(first - last)
+        if last == like:
+            recent.clear()
+            difference, excess = abs(first - fourth), second + third - first - fourth
+        else:
+            del recent[:3]
+            difference, excess = abs(first - third), second - (first + third) / 2
         usual = max(_ALWAYS_USUAL, _USUAL * median(self._differences)) if self._differences else _ALWAYS_USUAL * 4
         self._differences.append(difference)
         if difference > usual:
             self._dropped += 1
             return
-        outside = (first + last) / 2
-        self._pairs.append(middle - outside if inner else outside - middle)
+        self._pairs.append(excess if inner else -excess)
         self._estimate = None
 
     def estimate(self) -> Estimate | None:

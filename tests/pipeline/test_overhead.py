@@ -60,7 +60,11 @@ def test_every_step_is_part_of_one_pair_at_most() -> None:
     estimator = OverheadEstimator()
     for step in range(300):
         estimator.add(step, 1.0, step % 2 == 0)
-    assert estimator.pairs == 100
+    assert estimator.pairs == 99
+    estimator = OverheadEstimator()
+    for step in range(300):
+        estimator.add(step, 1.0, step % 4 == 0)
+    assert estimator.pairs == 74
 
 
 def test_steps_that_something_else_disturbed_do_not_count() -> None:
@@ -81,6 +85,22 @@ def test_dropping_looks_at_outer_steps_only() -> None:
     assert found is not None
     assert found.value == pytest.approx(2.0)
     assert found.dropped == 0
+
+
+@pytest.mark.parametrize("every", [1, 3, 4, 7])
+def test_what_the_daemon_does_with_a_snapshot_afterwards_counts_too(every: int) -> None:
+    chance = random.Random(2)
+    estimator = OverheadEstimator()
+    before = False
+    for step in range(4000):
+        copied = step % every == 0 and not (every == 1 and chance.random() < 1 / 8)
+        seconds = (1 + 0.02 * copied + 0.01 * before) * exp(chance.gauss(0, 0.005))
+        estimator.add(step, seconds, copied)
+        before = copied
+    found = estimator.estimate()
+    assert found is not None
+    assert abs(found.value - 0.03) < 4 * found.error + 1e-3
+    assert found.error < 0.002
 
 
 def test_gaps_and_impossible_steps_make_no_pairs() -> None:
