@@ -9,6 +9,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining.stage import PipelineStage
 
 from baftd.errors import UsageError
+from baftd.pipeline import links
 from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import Operation
 from baftd.pipeline.schedules import build
@@ -90,3 +91,79 @@ def test_stages_lie_on_the_ranks_where_torch_has_them(name: str) -> None:
     made = getattr(torch_schedules, name)(_stages(4, 2), 8)
     ours = build(name, 4, 8, 2)
     assert dict(enumerate(ours.stage_rank)) == made.stage_index_to_group_rank
+
+
+# ---------------------------------------------------------------- who waits for what
+
+
+class _Stage:
+    """A stage that computes nothing and notes what it is asked for."""
+
+    def __init__(self, rank: int, ranks: int, said: list[str]) -> None:
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = rank, ranks, rank, ranks
+        self.is_first, self.is_last = rank == 0, rank == ranks - 1
+        self._said = said
+
+    def get_fwd_recv_ops(self, micro: int) -> list[str]:
+        return [] if self.is_first else [f"receive F{micro}"]
+
+    def get_fwd_send_ops(self, micro: int) -> list[str]:
+        return [] if self.is_last else [f"send F{micro}"]
+
+    def get_bwd_recv_ops(self, micro: int) -> list[str]:
+        return [] if self.is_last else [f"receive B{micro}"]
+
+    def get_bwd_send_ops(self, micro: int) -> list[str]:
+        return [] if self.is_first else [f"send B{micro}"]
+
+    def forward_one_chunk(self, micro: int, *_: object, **__: object) -> None:
+        self._said.append(f"run F{micro}")
+
+    def backward_one_chunk(self, micro: int, **_: object) -> None:
+        self._said.append(f"run B{micro}")
+
+    def perform_reduce_grad(self, _: int) -> None:
+        self._said.append("reduce")
+
+
+def _ours(name: str, rank: int, ranks: int, micro: int) -> list[str]:
+    said = []
+    for action in links._Linker(build(name, ranks, micro))._actions(rank):
+        if isinstance(action, links._Run):
+            if action.needs is not None:
+                said.append(f"over receive {_letter(action.needs)}")
+            kind, _, number = action.operation
+            said.append("reduce" if kind is EventKind.REDUCE else f"run {kind.name[0]}{number}")
+        else:
+            word = {links._Send: "fire send", links._Ask: "fire receive", links._Over: "over send"}[type(action)]
+            said.append(f"{word} {_letter(action.message)}")
+    return said
+
+
+def _letter(message: links._Message) -> str:
+    return f"{'B' if message.backward else 'F'}{message.micro}"
+
+
+@pytest.mark.parametrize("name", _ONE_STAGE)
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (2, 2), (2, 5), (4, 4), (4, 5), (4, 8)])
+def test_every_send_receive_and_wait_comes_where_torch_has_it(
+    name: str, ranks: int, micro: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def fire(operations: list[str], desc: str | None = None) -> list[str]:
+        said.extend(f"fire {one}" for one in operations)
+        return operations
+
+    monkeypatch.setattr(torch_schedules, "_batch_p2p", fire)
+    monkeypatch.setattr(
+        torch_schedules, "_sorted_batch_p2p", lambda operations, desc=None: {0: fire(operations)} if operations else {}
+    )
+    monkeypatch.setattr(torch_schedules, "_wait_batch_p2p", lambda work: said.extend(f"over {one}" for one in work))
+    kind = getattr(torch_schedules, name)
+    for method in ("_check_inputs", "_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
+        monkeypatch.setattr(kind, method, mock.Mock(return_value=([()] * micro, [{}] * micro)))
+    for rank in range(ranks):
+        said.clear()
+        kind(_Stage(rank, ranks, said), micro)._step_microbatches()
+        assert said == _ours(name, rank, ranks, micro), rank
