@@ -17,7 +17,6 @@ and numbers must not depend on who came first.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from threading import get_ident
@@ -26,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from baft_client.windows import from_outside
 from baft_torch._tail import BackwardEnd, ForwardBegin
 from baftd.pipeline.events import EventKind
 from baftd.telemetry import get_logger
@@ -83,9 +83,7 @@ class Waits:
 
     def trains(self) -> bool:
         """Whether the calling thread is the one that trains."""
-        return get_ident() == self.thread or (
-            self._device and isinstance(threading.current_thread(), threading._DummyThread)
-        )
+        return get_ident() == self.thread or (self._device and from_outside())
 
     def begin(self, kind: EventKind) -> int:
         """The thread is about to wait. Returns the time, for `end`."""

@@ -34,7 +34,7 @@ from baft_client.engine import NO_LIMIT
 from baft_client.recorder import Recorder
 from baftd.pipeline.events import EventKind
 
-__all__ = ["NO_LIMIT", "Anchor", "Gate", "Windows"]
+__all__ = ["NO_LIMIT", "Anchor", "Gate", "Windows", "from_outside"]
 
 MOST = 1 << 16
 """Windows that a period may have; what comes beyond is none."""
@@ -117,7 +117,7 @@ class Windows:
             if self._owner == me:
                 self._depth += 1
             return
-        if me != self._home and not _from_outside():
+        if me != self._home and not from_outside():
             self.passed_over += 1
             return
         ordinal = len(self._granted)
@@ -212,7 +212,7 @@ class Windows:
         self._owner = self._most = 0
 
 
-def _from_outside() -> bool:
+def from_outside() -> bool:
     """Whether the calling thread is one that Python did not start.
 
     Not by `threading.current_thread()`: it would make a thread object for each of those, to stay for ever."""
