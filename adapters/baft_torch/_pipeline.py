@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from baft_client.snapshotting import ScheduleSaid
 from baft_torch._layout import JobLayout
 from baftd.errors import UsageError
 from baftd.pipeline.events import EventKind, pack_order
-from baftd.wire.messages import ScheduleSaid
 
 __all__ = ["Pipeline", "schedule_said", "stages_of"]
 

@@ -24,7 +24,7 @@ from baftd.settings import Settings
 from baftd.telemetry import get_logger
 from baftd.wire.messages import Begin, CopyPlan, Declared, Grant, ScheduleSaid, Seal, WireToken
 
-__all__ = ["Described", "Snapshotting"]
+__all__ = ["Described", "ScheduleSaid", "Snapshotting"]
 
 FLUSH_TIMEOUT = 60.0
 """Seconds a fence waits for the rest of a copy, beside a second for each 200 MB."""
