@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import baft_torch
+from baftd.pipeline.events import EventKind
 from tests.support.daemon import Daemon
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device at hand")
@@ -55,6 +56,31 @@ def test_losses_after_a_restart_are_those_of_the_uninterrupted_run(options: dict
     found = [again.update() for _ in range(4)]
     ckpt.close()
     assert found == expected
+
+
+def test_windows_carry_the_copy_and_their_gaps_share_it(daemon: Daemon) -> None:
+    loop = Loop(0, foreach=True)
+    ckpt = baft_torch.attach(loop.model, loop.optimizer, job="cuda", settings=daemon.dirs.settings(**daemon.more))
+    windows, device = ckpt._session.windows, ckpt._session.device
+    assert device is not None
+    windows.register("test")
+    ckpt.resume()
+    for step in range(6):
+        for _ in range(3):
+            loss = loop.model(torch.randn(64, 256, device="cuda")).pow(2).mean()
+            loss.backward()
+            with windows.waiting(EventKind.WAIT_COLLECTIVE):
+                torch.cuda._sleep(2_000_000)  # what a wait for others is to the compute stream
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if step:
+            inside, outside, late = device.copied()
+            assert inside > late
+            assert outside == 0
+        ckpt.step()
+        assert ckpt._session.settle(20.0)
+    assert ckpt.counters.torn == 0
+    ckpt.close()
 
 
 def test_a_write_on_the_device_past_the_hooks_drops_the_snapshot(daemon: Daemon) -> None:
