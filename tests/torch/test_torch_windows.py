@@ -1,14 +1,9 @@
-"""Windows of plain training: around collectives, in the tail of a step, around the wait for data; and what stays as it
-was: compiled code, copies of a model, torch itself after `close()`."""
+"""Windows of plain training: around collectives, in the tail of a step, around the wait for data."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import gc
-import inspect
-import io
-import pickle
 import threading
 import time
 import timeit
@@ -19,119 +14,30 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._distributed_c10d import Work
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import all_reduce as imported_before
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from baft_client.recorder import Recorder
-from baft_client.windows import NO_LIMIT, Windows
 from baft_torch._loader import LoaderState
-from baft_torch._waits import Waits
-from baftd.pipeline.events import Event, EventKind, unpack_events
+from baftd.pipeline.events import EventKind
+from tests.support.torch_watch import Net, Watch, backward, group_of_one, net, watches
 
 COLLECTIVE, TAIL, DATA = EventKind.WAIT_COLLECTIVE, EventKind.TAIL, EventKind.WAIT_DATA
 
 
-class Gate:
-    """Where the engine would be: remembers the windows it was given."""
-
-    def __init__(self) -> None:
-        self.open = False
-        self.said: list[str] = []
-
-    def open_window(self, budget: int = NO_LIMIT, ordinal: int = -1) -> None:
-        assert not self.open
-        self.open = True
-        self.said.append("open")
-
-    def close_window(self, outside: int = 0) -> None:
-        self.open = False
-        self.said.append("close")
-
-
-class Watch:
-    """Waits with windows and a recorder of their own."""
-
-    def __init__(self, **options: Any) -> None:
-        self.recorder, self.gate = Recorder(), Gate()
-        self.windows = Windows(self.recorder)
-        self.waits = Waits(self.windows, self.recorder, **options)
-        self.step()
-
-    def step(self) -> None:
-        """A boundary, after which there is something to copy."""
-        self.waits.boundary()
-        self.windows.begin((), NO_LIMIT, 0)
-        self.windows.arm(self.gate, None)
-
-    def fence(self) -> None:
-        """As a session's."""
-        self.waits.fence()
-        self.windows.disarm()
-
-    def events(self) -> list[Event]:
-        """Since the last call, in their order."""
-        data, lost = self.recorder.take()
-        assert lost == 0
-        return sorted(unpack_events(data), key=lambda event: event.begin)
-
-    def windows_of(self) -> list[EventKind]:
-        """What windows were opened for since the last call."""
-        return [EventKind(event.stage) for event in self.events() if event.kind is EventKind.WINDOW]
-
-
 @pytest.fixture
 def watching() -> Iterator[Callable[..., Watch]]:
-    """Makes a Watch, which is closed at the end; torch is as it was then."""
-    before = Work.wait, functional.wait_tensor
-    made: list[Watch] = []
-
-    def make(**options: Any) -> Watch:
-        made.append(Watch(**options))
-        return made[-1]
-
-    yield make
-    for watch in made:
-        watch.waits.close()
-        watch.waits.close()
-        assert not watch.gate.open
-    assert (Work.wait, functional.wait_tensor) == before
+    """Makes watches."""
+    with watches() as make:
+        yield make
 
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[None]:
-    """A process group of one rank: its collectives are over at once, and go the way of all others. Made once: torch
-    keeps what a functional collective was called with."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    """Made once: torch keeps what a functional collective was called with."""
+    with group_of_one():
         yield
-    finally:
-        dist.destroy_process_group()
-
-
-class Net(nn.Module):
-    """Something to train."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, 4) to (batch, 1)."""
-        return self.second(self.first(x).relu())
-
-
-def net(watching: Callable[..., Watch]) -> tuple[Watch, Net]:
-    """A net whose passes are watched."""
-    model = Net()
-    return watching(modules=[model], params=list(model.parameters())), model
-
-
-def backward(model: nn.Module) -> None:
-    """Forward and backward."""
-    model(torch.ones(3, 4)).pow(2).sum().backward()
 
 
 # ---------------------------------------------------------------- collectives
@@ -402,126 +308,6 @@ def test_recomputed_activations(watching: Callable[..., Watch], reentrant: bool)
         assert watch.gate.open
         watch.fence()
         watch.step()
-
-
-# ---------------------------------------------------------------- what stays as it was
-
-
-def test_a_copy_of_the_model_knows_nothing_of_us(watching: Callable[..., Watch]) -> None:
-    watch, model = net(watching)
-    averaged = copy.deepcopy(model)
-    stored = pickle.loads(pickle.dumps(model))
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=False)
-    assert b"baft" not in file.getvalue()
-    backward(model)
-    assert watch.gate.open
-    for other in (averaged, stored, loaded):
-        assert torch.equal(other(torch.ones(3, 4)), model.second(model.first(torch.ones(3, 4)).relu()))
-        assert watch.gate.open, "the forward of a copy ended the tail"
-
-
-def test_signatures_and_functions_of_torch_are_its_own(group: None, watching: Callable[..., Watch]) -> None:
-    before = {name: getattr(dist, name) for name in ("all_reduce", "barrier", "all_gather", "broadcast")}
-    signatures = {name: inspect.signature(each) for name, each in before.items()}
-    waits = inspect.signature(functional.wait_tensor)
-    watching()
-    assert {name: getattr(dist, name) for name in before} == before
-    assert {name: inspect.signature(getattr(dist, name)) for name in before} == signatures
-    assert inspect.signature(functional.wait_tensor) == waits
-
-
-class Breaks:
-    """A backend for torch.compile that counts graphs and operations."""
-
-    def __init__(self) -> None:
-        self.graphs = self.operations = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        self.graphs += 1
-        self.operations += sum(node.op == "call_function" for node in graph.graph.nodes)
-        return graph.forward
-
-
-def graphs_of(function: Callable[..., Any], *args: Any) -> tuple[int, int]:
-    """Graphs and operations that torch.compile makes of it, called twice."""
-    torch.compiler.reset()
-    count = Breaks()
-    compiled = torch.compile(function, backend=count)
-    for _ in range(2):
-        compiled(*args)
-    torch.compiler.reset()
-    return count.graphs, count.operations
-
-
-def reduces(t: torch.Tensor) -> torch.Tensor:
-    """With a collective in place."""
-    dist.all_reduce(t)
-    return t * 2
-
-
-def waits_itself(t: torch.Tensor) -> torch.Tensor:
-    """With an asynchronous one."""
-    work = dist.all_reduce(t, async_op=True)
-    u = t.clone() + 1
-    work.wait()
-    return u * 2
-
-
-def reduces_functionally(t: torch.Tensor) -> torch.Tensor:
-    """With a functional one."""
-    return functional.wait_tensor(functional.all_reduce(t * 2, "sum", [0])) + 1
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("function", [reduces, waits_itself, reduces_functionally], ids=lambda each: each.__name__)
-def test_compiled_code_is_compiled_as_before(
-    function: Callable[..., Any], group: None, watching: Callable[..., Watch]
-) -> None:
-    before = graphs_of(function, torch.ones(3))
-    watching()
-    assert graphs_of(function, torch.ones(3)) == before
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_is_compiled_whole_and_not_anew(watching: Callable[..., Watch]) -> None:
-    torch.compiler.reset()
-    model, count = Net(), Breaks()
-    compiled = torch.compile(model, backend=count, fullgraph=True)
-    x = torch.ones(3, 4)
-    compiled(x).sum().backward()
-    watch = watching(modules=[model], params=list(model.parameters()))
-    for _ in range(3):
-        compiled(x).pow(2).sum().backward()
-        assert watch.gate.open
-        watch.fence()
-        watch.step()
-    assert count.graphs == 1
-    torch.compiler.reset()
-    compiled(x).sum().backward()
-    assert count.graphs == 2
-    assert watch.gate.open
-    watch.waits.close()
-    compiled(x)
-    assert count.graphs == 2
-    torch.compiler.reset()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_that_is_attached_itself_ends_the_tail(watching: Callable[..., Watch]) -> None:
-    torch.compiler.reset()
-    model = torch.compile(Net(), backend="eager", fullgraph=True)
-    watch = watching(modules=[model], params=list(model.parameters()))
-    x = torch.ones(3, 4)
-    model(x).sum().backward()
-    assert watch.gate.open
-    loss = model(x).sum()
-    assert not watch.gate.open
-    loss.backward()
-    torch.compiler.reset()
-
 
 # ---------------------------------------------------------------- data
 
