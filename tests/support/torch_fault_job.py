@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +132,10 @@ def watch(ckpt: baft_torch.Checkpointer) -> list[Timings]:
     periods = ckpt._session._periods
     tell = periods._tell
 
-    def both(message: Timings) -> None:
+    def both(make: Callable[[], Timings]) -> None:
+        message = make()
         told.append(message)
-        tell(message)
+        tell(lambda: message)
 
     periods._tell = both
     return told
