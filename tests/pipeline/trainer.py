@@ -80,7 +80,8 @@ class Job:
                 busy_in = max((c.inside(window) for r in waiting if (c := copies[r]) is not None), default=0.0)
                 busy_out = max((c.beside(length) for r in computing if (c := copies[r]) is not None), default=0.0)
                 loss = machine.inside * busy_in + machine.outside * busy_out
-                lost += loss
+                # Only what makes the step longer is lost: who computes has time while the others wait for longer.
+                lost += max(length + loss, window) - max(length, window)
                 end = at + int((length + loss) * 1e9)
                 for rank in computing:
                     if self.pipeline:
