@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, exp, sqrt
+from math import ceil, sqrt
 
 from baftd.errors import UsageError
 
@@ -61,30 +61,17 @@ def young(write_seconds: float, mtbf_seconds: float) -> float:
     return sqrt(2 * write_seconds * mtbf_seconds)
 
 
-def daly(write_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0) -> float:
+def daly(write_seconds: float, mtbf_seconds: float) -> float:
     """The same to higher order; where a write takes twice the mean time between failures or longer, that time itself.
 
     J. T. Daly, A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3), 2006, (37):
-    sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2 M. The time of a restart changes what a run
-    takes in all and not where its optimum lies (there, section 3.4), so `restart_seconds` is only added to the time
-    that a failure takes away from M."""
+    sqrt(2 d M) * (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d for d < 2 M. The time that a restart takes does not move
+    the optimum of that model."""
     _check(write_seconds, mtbf_seconds)
-    if not 0 <= restart_seconds < float("inf"):
-        raise UsageError(f"a restart cannot take {restart_seconds} s.")
-    mtbf = max(mtbf_seconds - restart_seconds, write_seconds / 2)
-    if write_seconds >= 2 * mtbf:
-        return mtbf
-    part = write_seconds / (2 * mtbf)
-    return sqrt(2 * write_seconds * mtbf) * (1 + sqrt(part) / 3 + part / 9) - write_seconds
-
-
-def expected_run(write_seconds: float, mtbf_seconds: float, interval_seconds: float) -> float:
-    """Seconds that one second of work takes on average, with checkpoints and exponential failures (restarts free).
-
-    Daly 2006, (13), divided by the work: M * (exp((tau + d) / M) - 1) / tau. `young` and `daly` approximate its
-    minimum over tau."""
-    _check(write_seconds, mtbf_seconds)
-    return mtbf_seconds * (exp((interval_seconds + write_seconds) / mtbf_seconds) - 1) / interval_seconds
+    if write_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    part = write_seconds / (2 * mtbf_seconds)
+    return sqrt(2 * write_seconds * mtbf_seconds) * (1 + sqrt(part) / 3 + part / 9) - write_seconds
 
 
 def _check(write_seconds: float, mtbf_seconds: float) -> None:
