@@ -16,6 +16,7 @@ from _overhead_analysis import Overhead, Series, gap_errors, inside_share, measu
 from _overhead_run import Job, Record, run_job
 from _report import Report, arguments, median
 
+from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import StageTimes, Times
 from baftd.pipeline.schedules import build
 from baftd.pipeline.simulate import simulate
@@ -182,7 +183,9 @@ class Bench:
             timeline = simulate(build("Schedule1F1B", ranks, 8), Times(tuple(times[factor] for factor in uneven)))
             predicted = []
             for rank in range(ranks):
-                edges = [0.0, *(t for one in timeline.operations[rank] for t in (one.begin, one.end)), timeline.period]
+                # The record has no reductions: there is nothing to reduce in these jobs.
+                seen = [one for one in timeline.operations[rank] if one.operation.kind is not EventKind.REDUCE]
+                edges = [0.0, *(t for one in seen for t in (one.begin, one.end)), timeline.period]
                 predicted.append([float(edges[i + 1]) - float(edges[i]) for i in range(0, len(edges), 2)])
             found = gap_errors(predicted, measured_gaps(record.ranks, 3), least=float(times[1.0].forward) / 4)
             middle = statistics.median(found)
