@@ -173,12 +173,13 @@ class Bench:
         if self.quick:
             base |= {"forward": 0.004, "backward": 0.008, "width": 128, "layers": 1}
         times: dict[float, StageTimes] = {}
-        for uneven in ([1.0, 1.5], [0.75, 1.0]) if kind == "sleep" else ([1.0, 1.5],):
+        taken = [[1.0, 1.5], [0.75, 1.0]] if kind == "sleep" else [[1.0, 1.5]]
+        for uneven in taken[:1] if self.quick else taken:
             record = self._gap_job(f"times-{kind}-{uneven[0]:g}", base, 2, 4, uneven)
             for rank, factor in enumerate(uneven):
                 times[factor] = _stage_times(record.ranks[rank]["operations"], skip=4 * 8)
         errors: list[float] = []
-        for ranks, uneven in self._gap_cases(kind):
+        for ranks, uneven in self._gap_cases(kind)[: 1 if self.quick else None]:
             record = self._gap_job(f"gaps-{kind}-{uneven[0]:g}-{ranks}", base, ranks, 8, uneven)
             timeline = simulate(build("Schedule1F1B", ranks, 8), Times(tuple(times[factor] for factor in uneven)))
             predicted = []

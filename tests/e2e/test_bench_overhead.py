@@ -78,7 +78,7 @@ def test_gaps_are_compared_where_one_of_both_is_long_enough() -> None:
 def test_quick_measures_everything(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts/bench/overhead.py"), "--quick", "--json", "--disk", str(tmp_path),
-         "--only", "sleep_200,matmul_300,durable,gap_error_sleep"],
+         "--only", "sleep_200,gap_error_sleep"],
         capture_output=True, text=True, timeout=230, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -87,8 +87,7 @@ def test_quick_measures_everything(tmp_path: Path) -> None:
     by_name = {figure["name"]: figure for figure in said["figures"]}
     assert set(by_name) >= {"held_ms", "inside_window_percent", "gap_error_sleep_percent"}, said["notes"]
     notes = "\n".join(said["notes"])
-    for case in ("overhead_sleep_200mb_percent", "overhead_matmul_300mb_percent", "overhead_durable_percent"):
-        assert f"{case}: step " in notes
-        assert "rung" in notes
+    assert "overhead_sleep_200mb_percent: step " in notes
+    assert "rung" in notes
     assert by_name["inside_window_percent"]["value"] > 50
     assert not list(tmp_path.iterdir()), "left on the disk"
