@@ -277,9 +277,7 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
     choice = choose(facts, Budget(known.budget), SecondCosts(known.inside, known.outside), Interval())
     found = []
     for place, (stages, one) in enumerate(zip(places, facts, strict=True)):
-        kinds: dict[str, float] = {}
-        for gap in line.gaps(place):
-            kinds[gap.kind.value] = kinds.get(gap.kind.value, 0.0) + gap.seconds
+        kinds = {kind.value: seconds for kind, seconds in line.idle_by_kind(place).items()}
         option = choice.ranks[place]
         found.append(
             StageBubbles(

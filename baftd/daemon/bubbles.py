@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from baftd.daemon.pacing import JobPacing
 from baftd.errors import BaftError
+from baftd.pipeline.foretell import times_of
 from baftd.pipeline.operations import GapKind, Schedule, StageTimes, Times
 from baftd.pipeline.simulate import simulate
 from baftd.wire.messages import BubbleRow, BubblesReply, BubblesRequest, PacingStatus, RankPacing
@@ -145,17 +146,13 @@ def _foretell(
     schedule: Schedule, stages: Mapping[int, StageTimes], barrier: bool, step: float
 ) -> Sequence[Mapping[str, float]]:
     """Seconds of idle time by kind, of each place; none where a stage's times are not known."""
-    if any(stage not in stages for stage in range(schedule.stages)):
+    times = times_of(schedule, stages)
+    if times is None:
         return ()
-    times = tuple(stages[stage] for stage in range(schedule.stages))
     line = simulate(schedule, Times(times, barrier=barrier))
     if not barrier and step > line.period:
         # What is left of a step is the update, which moves the next step's begin on every rank.
         line = simulate(schedule, Times(times, tail=step - line.period, barrier=False))
-    found = []
-    for place in range(schedule.ranks):
-        sums: dict[str, float] = {}
-        for gap in line.gaps(place):
-            sums[gap.kind.value] = sums.get(gap.kind.value, 0.0) + gap.seconds
-        found.append(sums)
-    return found
+    return [
+        {kind.value: seconds for kind, seconds in line.idle_by_kind(place).items()} for place in range(schedule.ranks)
+    ]

@@ -14,19 +14,25 @@ from baftd.pipeline.operations import Operation, Schedule, StageTimes, Timeline,
 from baftd.pipeline.simulate import simulate
 from baftd.pipeline.timeline import Step
 
-__all__ = ["capped", "clock_gaps", "foretold"]
+__all__ = ["capped", "clock_gaps", "foretold", "times_of"]
 
 MOST = 20_000
 """Operations of a schedule: more are not simulated while others wait."""
+
+
+def times_of(schedule: Schedule, stages: Mapping[int, StageTimes]) -> tuple[StageTimes, ...] | None:
+    """Times of all stages of a schedule, in their order; None where one is not known."""
+    if any(stage not in stages for stage in range(schedule.stages)):
+        return None
+    return tuple(stages[stage] for stage in range(schedule.stages))
 
 
 def foretold(schedule: Schedule, stages: Mapping[int, StageTimes], barrier: bool) -> Timeline | None:
     """The timeline; None where a stage's times are not known, or the schedule is too long or makes none."""
     if sum(len(order) for order in schedule.order) > MOST:
         return None
-    try:
-        times = tuple(stages[stage] for stage in range(schedule.stages))
-    except KeyError:
+    times = times_of(schedule, stages)
+    if times is None:
         return None
     try:
         return simulate(schedule, Times(times, barrier=barrier))

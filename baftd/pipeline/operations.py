@@ -225,6 +225,13 @@ class Timeline:
         """Seconds of a step in which a rank is idle."""
         return sum(gap.seconds for gap in self.gaps(rank))
 
+    def idle_by_kind(self, rank: int) -> dict[GapKind, float]:
+        """The same by kind of gap, in the order of a step; kinds without a gap are left out."""
+        found: dict[GapKind, float] = {}
+        for gap in self.gaps(rank):
+            found[gap.kind] = found.get(gap.kind, 0.0) + gap.seconds
+        return found
+
     def busy(self, rank: int) -> float:
         """Seconds of a step in which a rank computes."""
         return sum(end - begin for _, begin, end in self.operations[rank])

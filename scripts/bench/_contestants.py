@@ -22,7 +22,7 @@ import torch.distributed as dist
 from baft_client.engine import Segment
 from baft_client.load_engine import load_engine
 
-__all__ = ["Contestant", "make_contestants"]
+__all__ = ["Contestant", "make_contestants", "same_on_all"]
 
 State = Mapping[str, torch.Tensor]
 

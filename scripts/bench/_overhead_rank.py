@@ -55,6 +55,7 @@ class Rank:
         self.contestants: dict[str, Contestant] = {}
         self.absent: dict[str, str] = {}
         self.ckpt: Any = None
+        self.skipped: dict[str, int] = {}
         self.steps: list[dict[str, Any]] = []
         self.until = time.monotonic() + spec["seconds"]
 
@@ -79,7 +80,7 @@ class Rank:
             self.update()
             if self.ckpt is not None:
                 self.ckpt.step()
-                self._settle_ours()
+                self.ckpt._session.settle(60.0)  # the first layouts, so that every rank has a slot from the start
         made, self.absent = make_contestants(spec["contestants"], state_of(self.modules), directory)
         self.contestants = {name: made[name] for name in sorted(same_on_all(set(made)))}
         drawn = [name for name in spec["contestants"] if name in self.contestants] + ["none"] * spec["none_weight"]
@@ -89,10 +90,6 @@ class Rank:
             number += 1
         for contestant in self.contestants.values():
             contestant.close()
-
-    def _settle_ours(self) -> None:
-        """The first layouts, so that every rank has a slot from the start."""
-        self.ckpt._session.settle(60.0)
 
     def _goes_on(self, number: int) -> bool:
         """Rank 0 has the clock; every tenth step it tells the others."""
@@ -113,9 +110,9 @@ class Rank:
             boundary = self.ckpt.steps
             if self.ckpt.counters.began > began:
                 mode = "ours"
-            elif self.ckpt.counters.skipped != getattr(self, "_skipped", {}):
+            elif self.ckpt.counters.skipped != self.skipped:
                 mode = "skipped"
-            self._skipped = dict(self.ckpt.counters.skipped)
+            self.skipped = dict(self.ckpt.counters.skipped)
         if mode == "none":
             mode = random.Random(f"{self.spec['job']}-{number}").choice(drawn)
         contestant = self.contestants.get(mode)
@@ -168,8 +165,8 @@ class Rank:
 def main() -> None:
     """Train as the JSON argument says."""
     os.setpgid(0, 0)  # with all that peers start, so that the parent can end them
-    signal.alarm(int(json.loads(sys.argv[1])["seconds"]) + 300)  # nothing waits for ever, whatever a peer does
     spec = json.loads(sys.argv[1])
+    signal.alarm(int(spec["seconds"]) + 300)  # nothing waits for ever, whatever a peer does
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     importlib.import_module("torch.distributed.checkpoint")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-__all__ = ["Marking", "Operations", "make_schedule", "make_stages", "state_of"]
+__all__ = ["Marking", "Operations", "all_reduced_norm", "make_schedule", "state_of"]
 
 WIDTH = 64
 TENSOR = 16 << 20

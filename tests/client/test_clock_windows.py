@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +11,7 @@ from baftd.pipeline.events import EventKind, unpack_events
 from baftd.wire.messages import CopyPlan, Skip, Timings
 from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import Places, Trainer, places
+from tests.support.trainer import Trainer
 
 BLOCK = 256 << 10
 TENSORS, SIZE = 4, 256 << 10
@@ -23,23 +22,8 @@ LATER = 3_600_000 * MS
 
 
 @pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
-
-
-@pytest.fixture
-def daemon(where: Places) -> Iterator[ScriptedDaemon]:
-    with where.daemon() as running:
-        yield running
-
-
-@pytest.fixture(params=["native", "python"])
-def trainer(request: pytest.FixtureRequest, where: Places, daemon: ScriptedDaemon) -> Iterator[Trainer]:
-    with Trainer(where, tensors=TENSORS, size=SIZE, engine=request.param, audit=1) as made:
-        made.join()
-        assert made.one_step().kind is OutcomeKind.SEALED
-        yield made
+def daemon(scripted: ScriptedDaemon) -> ScriptedDaemon:
+    return scripted
 
 
 def plan(daemon: ScriptedDaemon, trainer: Trainer, *timed: tuple[int, int, int], generation: int = 1) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,21 +18,9 @@ from baftd.pipeline.events import EventKind
 from baftd.wire.messages import Finish, Leave, Restored, ResumePlan, Save, Seal, Timings, WireToken
 from tests.support.daemon import ROOT, Daemon, wait_until
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import INCARNATION, Places, places
+from tests.support.trainer import INCARNATION, Places
 
 Array = npt.NDArray[Any]
-
-
-@pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
-
-
-@pytest.fixture
-def scripted(where: Places) -> Iterator[ScriptedDaemon]:
-    with where.daemon() as running:
-        yield running
 
 
 def attach(where: Places, arrays: dict[str, Array], **options: Any) -> ArrayCheckpointer:

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-
 from baft_client.source import OutcomeKind
 from baftd.wire.messages import Begin, Cadence, Skip
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import Places, Trainer, places
-
-
-@pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
+from tests.support.trainer import Places, Trainer
 
 
 def started(where: Places, daemon: ScriptedDaemon) -> Trainer:

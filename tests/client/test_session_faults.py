@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,19 +25,12 @@ from baftd.errors import (
 from baftd.memory.header import SlotState
 from baftd.wire.messages import Begin, Committed, Declare, Fence, Grant, Hello, NoGrant, Seal, Skip, WireToken
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import INCARNATION, Places, Trainer, places
+from tests.support.trainer import INCARNATION, Places, Trainer
 
 
 @pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
-
-
-@pytest.fixture
-def daemon(where: Places) -> Iterator[ScriptedDaemon]:
-    with where.daemon() as running:
-        yield running
+def daemon(scripted: ScriptedDaemon) -> ScriptedDaemon:
+    return scripted
 
 
 def wait_for(ready: Callable[[], object], timeout: float = 5.0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -45,19 +44,12 @@ from baftd.wire.messages import (
     WireToken,
 )
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import INCARNATION, Places, Trainer, places
+from tests.support.trainer import INCARNATION, Places, Trainer
 
 
 @pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
-
-
-@pytest.fixture
-def daemon(where: Places) -> Iterator[ScriptedDaemon]:
-    with where.daemon() as running:
-        yield running
+def daemon(scripted: ScriptedDaemon) -> ScriptedDaemon:
+    return scripted
 
 
 def plan_of(image: SlotImage, step: int) -> ResumePlan:

@@ -21,13 +21,7 @@ from baftd.errors import UsageError
 from baftd.memory.processes import lock_holder
 from baftd.wire.messages import Seal
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import Places, Trainer, places
-
-
-@pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
+from tests.support.trainer import Places, Trainer
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 
 import pytest
@@ -17,7 +16,7 @@ from baftd.pipeline.events import Event, EventKind, pack_event, unpack_events
 from baftd.wire.messages import Begin, CopyPlan, Declare, Fence, ScheduleSaid, Seal, Timings, WireToken
 from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
-from tests.support.trainer import INCARNATION, Places, Trainer, places
+from tests.support.trainer import INCARNATION, Places, Trainer
 
 BLOCK = 256 << 10
 TENSORS, SIZE = 4, 256 << 10
@@ -27,24 +26,8 @@ RECV = EventKind.WAIT_RECV
 
 
 @pytest.fixture
-def where() -> Iterator[Places]:
-    with places() as found:
-        yield found
-
-
-@pytest.fixture
-def daemon(where: Places) -> Iterator[ScriptedDaemon]:
-    with where.daemon() as running:
-        yield running
-
-
-@pytest.fixture(params=["native", "python"])
-def trainer(request: pytest.FixtureRequest, where: Places, daemon: ScriptedDaemon) -> Iterator[Trainer]:
-    """Joined, its layout declared, one step behind it, with every byte of every snapshot compared."""
-    with Trainer(where, tensors=TENSORS, size=SIZE, engine=request.param, audit=1) as made:
-        made.join()
-        assert made.one_step().kind is OutcomeKind.SEALED
-        yield made
+def daemon(scripted: ScriptedDaemon) -> ScriptedDaemon:
+    return scripted
 
 
 def plan(daemon: ScriptedDaemon, trainer: Trainer, generation: int = 1, **fields: object) -> None:

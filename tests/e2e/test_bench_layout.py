@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.bench import quick
 
 
 def test_quick_plans_for_thousands_of_ranks() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench/layout.py"), "--quick", "--json"],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert set(said) == {"bench", "machine", "figures", "notes"}
-    assert said["bench"] == "layout"
+    said = quick("layout", timeout=100)
     by_name = {figure["name"]: figure for figure in said["figures"]}
     assert set(by_name) >= {"plan_s_1024", "plan_s_4096", "layout_mb_4096", "decode_s_4096"}
     assert (by_name["plan_s_4096"]["goal"], by_name["layout_mb_4096"]["goal"]) == (10, 8)

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.bench import quick
 
 
 @pytest.mark.timeout(150)
 def test_quick_counts_and_measures() -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench/observer.py"), "--quick", "--json"],
-        capture_output=True, text=True, timeout=140, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert set(said) == {"bench", "machine", "figures", "notes"}
-    assert said["bench"] == "observer"
+    said = quick("observer", timeout=140)
     by_name = {figure["name"]: figure for figure in said["figures"]}
     cost = by_name["observer_percent_of_100ms"]
     assert (cost["goal"], cost["better"], cost["unit"]) == (0.1, "lower", "%")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import pytest
 
 from baftd.pipeline.events import Event, EventKind
+from tests.support.bench import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "scripts/bench"))
@@ -76,14 +75,7 @@ def test_gaps_are_compared_where_one_of_both_is_long_enough() -> None:
 
 @pytest.mark.timeout(240)
 def test_quick_measures_everything(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench/overhead.py"), "--quick", "--json", "--disk", str(tmp_path),
-         "--only", "sleep_200,gap_error_sleep"],
-        capture_output=True, text=True, timeout=230, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-4000:]
-    said = json.loads(done.stdout)
-    assert said["bench"] == "overhead"
+    said = quick("overhead", "--disk", str(tmp_path), "--only", "sleep_200,gap_error_sleep", timeout=230)
     by_name = {figure["name"]: figure for figure in said["figures"]}
     assert set(by_name) >= {"held_ms", "inside_window_percent", "gap_error_sleep_percent"}, said["notes"]
     notes = "\n".join(said["notes"])

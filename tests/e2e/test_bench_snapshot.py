@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.bench import quick
+
 FIGURES = {
     "copy_ratio", "digest_gbps", "held_ms_per_gb", "durable_ratio", "restore_ratio", "daemon_rss_mb",
     "daemon_idle_cpu_percent",
@@ -18,14 +16,7 @@ FIGURES = {
 
 @pytest.mark.timeout(180)
 def test_quick_measures_everything(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/bench/snapshot.py"), "--quick", "--json", "--disk", str(tmp_path)],
-        capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert set(said) == {"bench", "machine", "figures", "notes"}
-    assert said["bench"] == "snapshot"
+    said = quick("snapshot", "--disk", str(tmp_path), timeout=170)
     assert said["machine"]["cores"] >= 1
     by_name = {figure["name"]: figure for figure in said["figures"]}
     assert set(by_name) >= FIGURES
