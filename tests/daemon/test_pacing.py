@@ -28,6 +28,8 @@ A, B = "a" * 32, "b" * 32
 MIB = 1 << 20
 SLOW = Machine(busy=2.0, windows=(0.2, 0.2))
 """8 MiB in steps of 4.4 ms, of which 0.4 are windows."""
+ROOMY = Machine(busy=1.0, windows=(1.2, 1.2), inside=8e6)
+"""Steps as long, whose windows hold 8 MiB twice."""
 AUTO = {"interval": "auto", "overhead_budget": "1 %", "overhead_probe": "off"}
 
 
@@ -131,7 +133,7 @@ def test_plans_are_made_anew_when_windows_have_drifted(run_dirs: RunDirs) -> Non
 
 
 def test_a_rank_that_breaks_the_budget_makes_the_interval_longer_and_is_named(run_dirs: RunDirs) -> None:
-    with Daemon(run_dirs, **AUTO) as daemon, paced(run_dirs, 2) as ranks:
+    with Daemon(run_dirs, **AUTO) as daemon, paced(run_dirs, 2, machine=ROOMY) as ranks:
         ranks[1].machine = SLOW
         step = settled(daemon, ranks)
         cadence = ranks[1].cadences[-1]

@@ -42,6 +42,7 @@ from baftd.wire.messages import (
     WireToken,
 )
 from baftd.wire.server import Incoming, Peer, Server
+from tests.support.engines import soon
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -274,7 +275,9 @@ class ScriptedDaemon:
         return [Committed(token=self.token, step=seal.step, tier="memory"), *self._grants(seal.rank)]
 
     def image(self, rank: int = 0) -> SlotImage:
-        """The newest committed image, as a plan names it."""
+        """The newest committed image, as a plan names it. Waits for the first one: what a rank has sealed is told
+        behind its back."""
+        soon(lambda: self.ranks[rank].newest is not None, f"rank {rank} tells of a sealed snapshot")
         slot, seal = self.ranks[rank].newest or (0, None)
         assert seal is not None
         file, layout = self.ranks[rank].files[slot], self.ranks[rank].layout

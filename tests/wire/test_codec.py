@@ -201,9 +201,9 @@ def test_digests_are_jumped_over_not_walked_through() -> None:
         digests=bytes(1 << 24),
     )
     data = codec.encode(seal)
-    began = time.perf_counter()
+    began = time.thread_time()
     codec._check_depth(data)
-    assert time.perf_counter() - began < 0.1
+    assert time.thread_time() - began < 0.1
 
 
 def test_errors_cross_the_wire_as_their_own_class() -> None:
