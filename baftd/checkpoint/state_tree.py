@@ -195,13 +195,18 @@ def _items(values: Iterable[object], depth: int) -> list[Any]:
 
 def _mapping(value: dict[Any, Any], depth: int) -> dict[Any, Any]:
     out: dict[Any, Any] = {}
+    named = True
     for key, item in value.items():
         try:
-            out[key if type(key) is str else _key(key, depth)] = _to_wire(item, depth)
+            if type(key) is str:
+                out[key] = item if type(item) in _PLAIN else _to_wire(item, depth)
+            else:
+                named = False
+                out[_key(key, depth)] = _to_wire(item, depth)
         except _Refused as refused:
             refused.steps.append(f".{key}" if type(key) is str else f"[{key!r:.80}]")
             raise
-    if _collide(value):
+    if not named and _collide(value):
         raise _Refused("dict with two keys that are equal once an enum member is replaced by its value")
     return out
 
@@ -302,6 +307,8 @@ _WRITERS: dict[type, Callable[[Any, int], Any]] = {
 
 def _dtype_to_wire(dtype: Any, numpy: Any) -> object:
     """A numpy type as text or list; refused if it would not come back as it is."""
+    if dtype.kind in "biuf" and numpy.dtype(dtype.str) is dtype:
+        return dtype.str  # one of numpy's own, at every step in the state of a generator
     problem = f"numpy array of dtype {dtype!s}, which cannot be restored"
     if dtype.hasobject or dtype.kind not in _ARRAY_KINDS or _has_metadata(dtype):
         raise _Refused(problem)

@@ -70,6 +70,8 @@ class SlotFile:
         self.writable = writable
         self._map: mmap.mmap | None = None
         self._view: npt.NDArray[np.uint8] | None = None
+        self._filling: int | None = None
+        """Generation that this object has marked FILLING, and nothing else since."""
 
     # ------------------------------------------------------------------------------------ making and opening
 
@@ -202,20 +204,28 @@ class SlotFile:
     def write_header(self, header: SlotHeader) -> None:
         """Write the fields, then the state word.
 
-        A slot that changes hands is first marked FILLING, so that no reader takes the old state for the new fields.
-        Two calls of pwrite per header: after a kill between them the checksum or the generation tells.
+        A slot that changes hands is first marked FILLING, so that no reader takes the old state for the new fields;
+        where this object has marked it so itself, it is so. After a kill between two calls of pwrite the checksum or
+        the generation tells.
         """
         block = header.encode()
-        _write(self.fd, pack_state(SlotState.FILLING, header.generation), STATE_OFFSET)
+        if self._filling != header.generation:
+            _write(self.fd, pack_state(SlotState.FILLING, header.generation), STATE_OFFSET)
         _write(self.fd, block[CHECKSUM_OFFSET:HEADER_USED], CHECKSUM_OFFSET)
+        if header.state is SlotState.FILLING:
+            self._filling = header.generation
+            return
+        self._filling = None
         _write(self.fd, block[STATE_OFFSET:CHECKSUM_OFFSET], STATE_OFFSET)
 
     def set_state(self, state: SlotState, generation: int) -> None:
         """Change the state word alone."""
+        self._filling = None
         _write(self.fd, pack_state(state, generation), STATE_OFFSET)
 
     def free(self, generation: int) -> None:
         """Mark the slot FREE. The magic is written as well, which filling it never does: a damaged one is mended."""
+        self._filling = None
         _write(self.fd, MAGIC + pack_state(SlotState.FREE, generation), 0)
 
     # ------------------------------------------------------------------------------------ memory

@@ -6,6 +6,8 @@ and said, and the next one is planned for windows as they are now.
 
 from __future__ import annotations
 
+from math import inf
+
 __all__ = ["Allowance"]
 
 PERIODS = 8
@@ -35,9 +37,11 @@ class Allowance:
 
     @property
     def seconds(self) -> float:
-        """The longest that a fence may wait now."""
-        return max(0.0, self._credit) * 1e-9
+        """The longest that a fence may wait now. Without limit before any period has passed: nobody knows how long one
+        is, so nobody knows what the budget would be."""
+        return self._credit * 1e-9 if self._most else inf
 
     def waited(self, nanoseconds: int) -> None:
-        """A fence has waited."""
-        self._credit -= nanoseconds
+        """A fence has waited. What it took beyond its allowance is not charged to the next one, whose windows may be as
+        they should: that one is allowed the budget of its own step at least."""
+        self._credit = max(0.0, self._credit - nanoseconds)

@@ -343,12 +343,12 @@ class ShardWriter:
                 total = self._table.total
                 snapshot.left = total - self._engine.progress()
                 if not self._engine.flush(deadline):
-                    detail = f"{self._engine.progress()} of {total} bytes were copied when {deadline:g} s had passed"
+                    detail = f"{self._engine.progress()} of {total} bytes were copied after {deadline * 1e3:.3g} ms"
                     return Torn("late", "", detail)
             if device is not None:
                 snapshot.left += device.copied()[2]
                 if not device.flush(deadline):
-                    return Torn("late", "", f"the device had not copied everything when {deadline:g} s had passed")
+                    return Torn("late", "", f"the device had not copied everything after {deadline * 1e3:.3g} ms")
             return None
         finally:
             if snapshot.left:

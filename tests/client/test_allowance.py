@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from baft_client.allowance import PERIODS, Allowance
@@ -10,11 +12,11 @@ STEP = 100_000_000
 """ns."""
 
 
-def test_without_a_budget_nothing_is_allowed_and_with_one_it_is_there_at_once() -> None:
+def test_before_a_budget_nothing_is_limited_and_with_one_it_is_there_at_once() -> None:
     allowance = Allowance()
     for _ in range(5):
+        assert allowance.seconds == inf, "nobody knows how long a step is, and no plan has a budget"
         allowance.passed(STEP, 0.0)
-    assert allowance.seconds == 0.0
     allowance.passed(STEP, 0.01)
     assert allowance.seconds == pytest.approx(PERIODS * 0.001)
 
@@ -53,10 +55,11 @@ def test_what_a_longer_interval_has_saved_serves_its_fence() -> None:
     assert fence >= 0.03
 
 
-def test_a_fence_that_waited_too_long_is_paid_back() -> None:
+def test_a_fence_that_woke_up_late_does_not_cost_the_next_ones_their_snapshot() -> None:
+    """On busy cores a wait of 7 ms can end after 100: that was the machine."""
     allowance = Allowance()
     allowance.passed(STEP, 0.01)
     allowance.waited(1_000_000_000)
     assert allowance.seconds == 0.0
     allowance.passed(STEP, 0.01)
-    assert allowance.seconds == 0.0
+    assert allowance.seconds == pytest.approx(0.001)
