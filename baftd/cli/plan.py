@@ -13,12 +13,11 @@ Exit code 5 when the slots do not fit into a node's memory.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from baftd.cli.common import add_json, add_settings, print_json, settings_of
+from baftd.cli.output_file import write_output
 from baftd.cli.plan_bubbles import add_bubble_arguments, bubbles_document, print_bubbles, read_bubbles
 from baftd.cli.plan_sources import Source, add_source_arguments, count, layout_file, read_source
 from baftd.cli.render import complain, print_table, say
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--onto", type=Path, metavar="FILE", help="what a restore onto that layout or declaration reads")
     show.add_argument("--show-ranks", type=span, metavar="A:B", help="a line for each rank from A up to, without, B")
     show.add_argument("--rank", type=count, metavar="R", help="list what this rank saves")
-    show.add_argument("--save-layout", type=Path, metavar="FILE", help="write the layout, to be read by --layout")
+    show.add_argument("--save-layout", metavar="FILE", help="write the layout, to be read by --layout")
     add_json(show)
     add_settings(parser, ["run_dir", "shm_dir", "overhead_budget"])
 
@@ -191,17 +190,14 @@ def _node_memory(arguments: argparse.Namespace, source: Source) -> int | None:
     return max(0, free + source.slot_bytes - settings.memory_reserve)
 
 
-def _save(layout: Layout, path: Path) -> None:
+def _save(layout: Layout, path: str) -> None:
     """Write the layout so that the file is whole or not there."""
-    if path.suffix.lower() in (".toml", ".json"):
-        raise UsageError(f"--save-layout {path}: {path.suffix} is for declarations by hand; take another ending.")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    suffix = Path(path).suffix
+    if suffix.lower() in (".toml", ".json"):
+        raise UsageError(f"--save-layout {path}: {suffix} is for declarations by hand; take another ending.")
     try:
-        temporary.write_bytes(layout.encode())
-        temporary.replace(path)
+        write_output(path, layout.encode(), "--save-layout")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise UsageError(f"--save-layout {path} cannot be written: {error.strerror}.") from error
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baftd.cli.common import add_json, add_settings, ask, connect, job_name, only_job, print_json, settings_of
+from baftd.cli.output_file import check_output, is_standard_output, write_output
 from baftd.cli.render import say, size
 from baftd.errors import BaftError, UsageError
 
@@ -47,7 +46,10 @@ def steps_range(text: str) -> tuple[int, int]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask the daemon of this node and write the file."""
-    if arguments.json and arguments.output == "-":
+    plain = arguments.output == "-" or is_standard_output(arguments.output)  # then nothing else may stand there
+    if not plain:
+        check_output(arguments.output, "-o")
+    if arguments.json and plain:
         raise UsageError("with --json the trace itself cannot go to standard output.", hint="Name a file: -o t.json.")
     settings = settings_of(arguments)
     first, last = arguments.steps
@@ -59,15 +61,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     document = chrome_trace(reply.job, [_node(reply)])
     text = json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"
-    if arguments.output == "-":
+    if plain:
         sys.stdout.write(text)
         return 0
-    written = _write(Path(arguments.output), text)
+    written = arguments.output
+    _write(written, text.encode())
     steps = sorted({step.step for step in reply.steps})
     ranks = sorted({step.rank for step in reply.steps})
     slices = sum(event["ph"] == "X" for event in document["traceEvents"])
     if arguments.json:
-        facts = {"job": reply.job, "node": reply.node, "epoch": reply.epoch, "path": str(written), "bytes": len(text)}
+        facts = {"job": reply.job, "node": reply.node, "epoch": reply.epoch, "path": written, "bytes": len(text)}
         print_json("trace", {**facts, "steps": [steps[0], steps[-1]], "ranks": ranks, "slices": slices})
         return 0
     few = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
@@ -114,17 +117,9 @@ def _node(reply: TraceReply) -> NodeTrace:
     return NodeTrace(reply.node, periods, spans)
 
 
-def _write(path: Path, text: str) -> Path:
-    """Write all or nothing. Raises `BaftError`."""
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+def _write(path: str, data: bytes) -> None:
+    """Raises `BaftError`."""
     try:
-        try:
-            with open(new, "x", encoding="utf-8") as stream:
-                stream.write(text)
-            new.replace(path)
-        except BaseException:
-            new.unlink(missing_ok=True)
-            raise
+        write_output(path, data, "-o")
     except OSError as error:
         raise BaftError(f"{path} cannot be written: {error.strerror}.") from error
-    return path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -182,13 +183,45 @@ def test_which_job_is_meant_must_be_clear(cli: Cli, serve: Serve) -> None:
 
 def test_a_file_that_cannot_be_written(cli: Cli, serve: Serve, tmp_path: Path) -> None:
     serve({TraceRequest: trace(rank_step(0, 12))})
-    (tmp_path / "d").mkdir()
-    for path, why in ((tmp_path / "none" / "t.json", "No such file"), (tmp_path / "d", "directory")):
+    circle = tmp_path / "circle"
+    circle.symlink_to(circle)
+    for path, why in ((tmp_path / "none" / "t.json", "No such file"), (circle, "symbolic links")):
         code, out, err = cli("trace", "--job", "gpt", "-o", str(path))
         assert (code, out) == (1, "")
         assert f"{path} cannot be written" in err
         assert why in err
-    assert sorted(path.name for path in tmp_path.rglob("*") if "t.json" in path.name or ".d" in path.name) == []
+    assert circle.is_symlink()
+    assert [path.name for path in tmp_path.rglob("*") if "t.json" in path.name or ".baftd-" in path.name] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("", "-o: the name of the file is empty."),
+        (".", "-o . is a directory."),
+        ("/", "-o / is a directory."),
+        ("d/", "-o d/ is a directory."),
+        ("none/", "-o none/ names a directory, which is not there."),
+    ],
+)
+def test_what_names_no_file_is_refused_before_anybody_is_asked(cli: Cli, path: str, said: str) -> None:
+    (cli.dirs.base / "d").mkdir()
+    code, out, err = cli("trace", "--job", "gpt", "-o", path)
+    assert (code, out) == (2, "")
+    assert said in err, "and no daemon is missed"
+
+
+def test_a_trace_into_a_pipe(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    serve({TraceRequest: trace(rank_step(0, 12))})
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with ThreadPoolExecutor(1) as reader:
+        read = reader.submit(fifo.read_text)
+        code, out, err = cli("trace", "--job", "gpt", "-o", str(fifo))
+        assert (code, err) == (0, "")
+        assert json.loads(read.result(10))["otherData"]["job"] == "gpt"
+    assert stat.S_ISFIFO(fifo.stat().st_mode)
+    assert f"{fifo}: step 12" in out
 
 
 # ---------------------------------------------------------------- show --bubbles

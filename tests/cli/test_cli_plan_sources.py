@@ -75,6 +75,8 @@ def layout(tmp_path: Path) -> str:
         ((*GPT, "--show-ranks", "3"), "'3' is not A:B"),
         ((*GPT, "--save-layout", "x.toml"), ".toml is for declarations by hand"),
         ((*GPT, "--save-layout", "/nowhere/x"), "--save-layout /nowhere/x cannot be written: No such file"),
+        ((*GPT, "--save-layout", ""), "--save-layout: the name of the file is empty"),
+        ((*GPT, "--save-layout", "."), "--save-layout . is a directory"),
         ((*GPT, "--shapes", "x"), "--shapes is only read with --mindspore"),
         ((*GPT, "--layers", "-1"), "'-1' is not a whole number"),
         (("plan", "--job", "a/b"), "a/b"),
