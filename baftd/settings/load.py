@@ -51,7 +51,8 @@ def load_settings(
         try:
             values[name] = SETTINGS[name].parse(value)
         except ValueError as error:
-            raise SettingsError(f"{origin}: {name}: {error}.", hint=_see(name)) from None
+            named = origin in (SETTINGS[name].flag, SETTINGS[name].variable)  # a file's line does not say the name
+            raise SettingsError(f"{origin if named else f'{origin}: {name}'}: {error}.", hint=_see(name)) from None
         origins[name] = origin
 
     for file in FILES if files is None else files:

@@ -146,7 +146,20 @@ def _slots(value: object) -> int | str:
 
 
 def _steps_or_off(value: object) -> int:
-    return 0 if value in ("off", "0", 0) and not isinstance(value, bool) else parse_steps(value)
+    if value in ("off", "0", 0) and not isinstance(value, bool):
+        return 0
+    try:
+        return parse_steps(value)
+    except ValueError as error:
+        raise ValueError(f'{error}, or "off"') from None
+
+
+def _probe(value: object) -> int:
+    """Of every step none would be left to compare with."""
+    steps = _steps_or_off(value)
+    if steps == 1:
+        raise ValueError(f'{value!r} would leave every step without a snapshot; expected "2 steps" or more, or "off"')
+    return steps
 
 
 def _interval(value: object) -> Every | None:
@@ -284,7 +297,7 @@ class Settings:
         parse_share, "1 %", "how much longer snapshots may make a step", kind="share", show=format_share
     )
     overhead_probe: int = _setting(
-        _steps_or_off, "64 steps",
+        _probe, "64 steps",
         "with `interval` auto one step in this many, at random, is left without a snapshot, to measure what they cost",
         kind="steps or off", show=lambda steps: str(Every(steps=steps)) if steps else "off",
     )  # fmt: skip

@@ -30,6 +30,7 @@ _TIME_UNITS = {
 
 _MAX_SIZE = 1 << 60
 _MAX_SECONDS = 10 * 365 * 86400.0
+_MAX_STEPS = (1 << 53) - 1
 
 
 def _split(value: object, expected: str) -> tuple[int | float, str]:
@@ -97,7 +98,10 @@ class Every:
 
 def parse_every(value: object) -> Every:
     """An interval from "100 steps", "10 min" or "every step"."""
-    expected = '"100 steps", "10 min" or "every step"'
+    return _every(value, '"100 steps", "10 min" or "every step"')
+
+
+def _every(value: object, expected: str) -> Every:
     if isinstance(value, Every):
         return value
     text = re.sub(r"^\s*every\s+", "", value) if isinstance(value, str) else value
@@ -105,9 +109,7 @@ def parse_every(value: object) -> Every:
         return Every(steps=1)
     number, unit = _split(text, expected)
     if unit in ("step", "steps"):
-        if number != int(number) or not 1 <= number < 1 << 53:
-            raise ValueError(f"{value!r} is not a positive whole number of steps")
-        return Every(steps=int(number))
+        return Every(steps=_steps(value, number))
     if unit == "":
         raise ValueError(f"{value!r} has no unit: steps or time? Expected {expected}")
     if unit.lower() not in _TIME_UNITS:
@@ -118,13 +120,27 @@ def parse_every(value: object) -> Every:
     return Every(seconds=seconds)
 
 
+def _steps(value: object, number: int | float) -> int:
+    if number > _MAX_STEPS:
+        raise ValueError(f"{value!r} is more than {_MAX_STEPS:,} steps, the most that can be said")
+    if number != int(number):
+        raise ValueError(f"{value!r} is not a whole number of steps")
+    if number < 1:
+        raise ValueError(f"{value!r} is not a positive number of steps")
+    return int(number)
+
+
 def parse_steps(value: object) -> int:
-    """A positive number of steps from 100, "100", "100 steps" or "every step"."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = f"{value} steps"
-    elif isinstance(value, str) and re.fullmatch(r"\s*[0-9]+\s*", value):
-        value = f"{value.strip()} steps"
-    every = parse_every(value)
+    """A positive number of steps from 100, "100", "100 steps" or "every step"; no time is meant: no unit is needed."""
+    expected = 'a number of steps such as "100 steps"'
+    if isinstance(value, bool | float):
+        raise ValueError(f"{value!r} is not a whole number of steps; expected {expected}")
+    text = value
+    if isinstance(value, int):
+        text = f"{value} steps"
+    elif isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9][0-9_]*(?:\.[0-9]+)?\s*", value):
+        text = f"{value.strip()} steps"
+    every = _every(text, expected)
     if not every.steps:
         raise ValueError(f"{value!r} is a time; this interval is counted in steps")
     return every.steps

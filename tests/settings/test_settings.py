@@ -92,6 +92,13 @@ def test_tables_are_another_way_to_write_names(machine: Machine) -> None:
         ("overhead_budget = 0.01", ["./baftd.toml:1", "overhead_budget", "1 %"]),
         ('overhead_budget = "0 %"', ["overhead_budget", "above 0 %"]),
         ('overhead_probe = "10 min"', ["overhead_probe", "counted in steps"]),
+        ('overhead_probe = "1 step"', ["./baftd.toml:1: overhead_probe: '1 step' would leave every step", '"off"']),
+        ("overhead_probe = 1", ["1 would leave every step without a snapshot", '"2 steps" or more']),
+        ('overhead_probe = "often"', ["'often' is not a number", '"100 steps", or "off"']),
+        ("overhead_probe = 64.0", ["64.0 is not a whole number of steps"]),
+        ('overhead_probe = "9999999999999999 steps"', ["more than 9,007,199,254,740,991 steps"]),
+        ('interval = "9999999999999999 steps"', ["more than 9,007,199,254,740,991 steps"]),
+        ('interval = "1.5 steps"', ["interval", "not a whole number of steps"]),
         ('memory_reserve = "4 min"', ["./baftd.toml:1", "memory_reserve", "'min'", "GiB"]),
         ("slots = 1", ["slots", "not between 2 and 16"]),
         ("slots = 2.5", ["slots", "not a whole number"]),
@@ -131,6 +138,17 @@ def test_mistakes_in_variables_and_flags(machine: Machine) -> None:
     assert "Did you mean 'node'" in machine.refusal({"nodes": "x"})
     assert machine.load(BAFTD_INCARNATION="0" * 32) == machine.load()
     assert machine.load(OTHER="1", PATH="/bin").origins == {}
+
+
+def test_a_flag_and_a_variable_are_named_once(machine: Machine) -> None:
+    assert machine.refusal({"interval": "3"}).startswith("--interval: '3' has no unit: steps or time?")
+    assert machine.refusal(BAFTD_INTERVAL="3").startswith("BAFTD_INTERVAL: '3' has no unit: steps or time?")
+
+
+def test_the_fewest_steps_between_probes(machine: Machine) -> None:
+    assert machine.load({"overhead_probe": "2 steps"}).overhead_probe == 2
+    assert machine.load({"overhead_probe": "64"}).overhead_probe == 64
+    assert machine.load({"durable_keep_every": "every step"}).durable_keep_every == 1
 
 
 def test_not_utf8_names_the_line(machine: Machine) -> None:
