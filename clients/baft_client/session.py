@@ -310,7 +310,7 @@ class Session(Described):
         self._check_gate()
         if snapshots.snapshot is not None:
             snapshots.guard(self._step, lambda: snapshots.seal(None))  # no fence came: the copy must be over by now
-        granted = snapshots.close_period()
+        granted = snapshots.close_period(step)
         self._step = step
         self._counters.boundaries += 1
         snapshots.open_period()

@@ -107,15 +107,16 @@ class Snapshotting:
 
     # ------------------------------------------------------------ a period
 
-    def close_period(self) -> Sequence[int]:
-        """The boundary: no window is open from here on, and what the former period copied is put down. Returns the
-        budgets of its windows."""
+    def close_period(self, step: int) -> Sequence[int]:
+        """The boundary of `step`: no window is open from here on, and what the former period copied is put down.
+        Returns the budgets of its windows."""
         granted, sources = self._windows.end(), self._windows.sources
         self._came, self._sources = bool(granted) or sources != self._sources, sources
-        if self._periods.step >= 0:
+        if 0 <= self._periods.step != step:  # forced at the same step: the period goes on
             plan = self._standing.plan  # of the period that begins
             budget = 0.0 if plan is None else plan.budget
-            self._allowance.passed(time.monotonic_ns() - self._periods.begun, budget)
+            length = time.monotonic_ns() - self._periods.begun
+            self._allowance.passed(length, budget, apart=self._periods.apart)
         if self._armed:
             copied = self._layout.copied()
             self._periods.copied = None if copied is None else copied.numbered(self._windows.timed_from)
@@ -231,6 +232,7 @@ class Snapshotting:
             note = "slots are laid out anew"
             self._log.warning("small_state_grew", bytes=small_bytes, had=self._layout.small_room, note=note)
         timeout, described = self._settings.declare_timeout, self._described
+        self._standing.declaring()
         try:
             reply = self._layout.declare(
                 token,
@@ -251,7 +253,7 @@ class Snapshotting:
         self._counters.declares += 1
         self._standing.declared(reply)
         self._periods.apart = True
-        self.open_period()  # the plan was for other bytes
+        self.open_period()  # the former plan was for other bytes
         return None
 
     # ------------------------------------------------------------ seal
@@ -267,12 +269,14 @@ class Snapshotting:
             self.drop()
             return self._skips.skip(snapshot.step, "fenced", self._standing.fenced, Fenced)
         deadline = FLUSH_TIMEOUT + writer.nbytes / 200e6
-        if self.plan is not None and self.plan.budget and not self._forced:
+        limited = self.plan is not None and self.plan.budget > 0.0 and not self._forced
+        if limited:
             deadline = min(deadline, self._allowance.seconds)
         result = writer.seal(snapshot, updates=updates, deadline=deadline)
         self.snapshot = None
         self._periods.fenced(began_ns, left=snapshot.left, waited=snapshot.waited)
-        self._allowance.waited(snapshot.waited)
+        if limited:
+            self._allowance.waited(snapshot.waited)
         self._counters.audits += snapshot.audited is not None
         now = self._clock()
         self._counters.held_seconds += now - began

@@ -88,6 +88,8 @@ class Standing(Handler):
         self._grants: OrderedDict[int, Grant] = OrderedDict()
         self._used: dict[int, int] = {}
         self._cadence: facts.Cadence | None = None
+        self._outdated: CopyPlan | None = None
+        """The plan that was there when a layout was about to be declared."""
         self._planned = 0
         """Generation of the newest plan of this connection and layout: a daemon that was restarted counts anew."""
         self._reached = self._forced = 0
@@ -133,6 +135,12 @@ class Standing(Handler):
         """Number of slots that may be filled."""
         return len(self._grants)
 
+    def declaring(self) -> None:
+        """A layout is about to be declared: the plan that is there now is for the former one. What comes from here on
+        may be for the new one, and before the training thread has mapped its slots."""
+        with self.changed:
+            self._outdated, self._planned = self.plan, 0
+
     def declared(self, reply: Declared) -> None:
         """A layout was agreed: older grants are for slots that are going away."""
         with self.changed:
@@ -140,7 +148,9 @@ class Standing(Handler):
             self._used.clear()
             self.no_grant = ""
             self.must_declare = False
-            self.plan, self._planned = None, 0  # it was for other bytes
+            if self.plan is self._outdated:
+                self.plan, self._planned = None, 0
+            self._outdated = None
             for grant in reply.grants:
                 self._grants[grant.slot] = grant
             missed = self._take_cadence(reply.cadence)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 
 from baft_client.periods import Copied, overruns
@@ -13,7 +15,7 @@ from baft_client.source import OutcomeKind
 from baft_client.windows import NO_LIMIT
 from baftd.memory.control import Gate
 from baftd.pipeline.events import Event, EventKind, pack_event, unpack_events
-from baftd.wire.messages import Begin, CopyPlan, Declare, Fence, ScheduleSaid, Seal, Timings, WireToken
+from baftd.wire.messages import Begin, CopyPlan, Declare, Declared, Fence, ScheduleSaid, Seal, Timings, WireToken
 from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
 from tests.support.trainer import INCARNATION, Places, Trainer
@@ -169,6 +171,40 @@ def test_a_plan_is_in_force_from_the_next_boundary_on(trainer: Trainer, daemon: 
     trainer.fence()
     begin(trainer)
     assert [timings(daemon, trainer, step).plan for step in (2, 3)] == [1, 2]
+
+
+def test_a_plan_that_comes_while_the_slots_are_mapped_is_for_the_new_layout(
+    trainer: Trainer, daemon: ScriptedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts anew as well. The one that was there before is for other bytes."""
+    session = trainer.session
+    session.windows.register("test")
+    plan(daemon, trainer, generation=5, windows=[2 * BLOCK])
+    declare, meanwhile = session._layout.declare, [True, False]
+
+    def slowly(*args: Any, **more: Any) -> Declared:
+        reply = declare(*args, **more)
+        if meanwhile.pop(0):
+            plan(daemon, trainer, generation=1, windows=[BLOCK])
+        return reply
+
+    monkeypatch.setattr(session._layout, "declare", slowly)
+    for name in ("more", "yet more"):
+        trainer.arrays[name] = np.zeros(SIZE, dtype=np.float32)
+        trainer.versions[name] = 0
+        trainer.build()
+        trainer.update()
+        assert trainer.boundary().kind is OutcomeKind.BEGAN
+        found = session._standing.plan
+        if name == "more":
+            assert (found and found.generation, session._snapshots.plan) == (1, found)
+            window(trainer, BLOCK)
+            stays(trainer, BLOCK)
+        else:
+            assert (found, session._snapshots.plan) == (None, None)
+        assert trainer.fence().kind is OutcomeKind.SEALED
+    assert not meanwhile, "both layouts were declared"
+    plan(daemon, trainer, generation=1)
 
 
 def test_plans_of_others_and_older_ones_are_not_taken(trainer: Trainer, daemon: ScriptedDaemon) -> None:
