@@ -6,15 +6,18 @@ Three sources, for a second inside windows and one outside of them:
     operations        what operations lose beside a copy (`interference.py`): known after some steps
     pairs of steps    what steps lose in all (`overhead.py`), less what the training thread was seen to be held
 
+Beside it a snapshot costs something however little is copied: the daemon verifies and commits it, threads are woken.
+Only pairs see that.
+
 Each is a normal value with its error. Guess and operations give their mean, weighed by 1 / error^2, so that a handful
 of steps overrules any guess; the result is held for uncertain by what operations cannot see. Pairs come last and see
-everything, but only the sum of both kinds; what they say is shared out by how uncertain either is (the gain of a Kalman
+everything, but only the sum of all; what they say is shared out by how uncertain each part is (the gain of a Kalman
 filter with one observation). When another rung is taken pairs begin anew; what was known then is the guess.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import hypot, sqrt
 
 from baftd.pipeline.interference import SecondCost
@@ -25,6 +28,8 @@ __all__ = ["Belief", "Paired", "believe"]
 MODEL_ERROR = 0.3
 """Part by which the cost at operations may be wrong: it knows no messages, and takes ranks that are slowed together for
 slowed alike."""
+FADES = 256
+"""Steps."""
 LEAST_ERROR = 0.01
 """Seconds per second."""
 PAIRED_ERROR = 5e-4
@@ -42,11 +47,14 @@ class Belief:
     inside_error: float = 0.1
     outside: float = 0.15
     outside_error: float = 0.25
+    fixed: float = 0.0
+    """Seconds that a snapshot costs besides."""
+    fixed_error: float = 2e-3
 
     @property
     def costs(self) -> SecondCosts:
         """To plan with: copying speeds nothing up, whatever noise says."""
-        return SecondCosts(max(0.0, self.inside), max(0.0, self.outside))
+        return SecondCosts(max(0.0, self.inside), max(0.0, self.outside), max(0.0, self.fixed))
 
     def carried(self) -> Belief:
         """As a guess for another rung: no surer than the first one was, since another rung copies otherwise."""
@@ -56,6 +64,19 @@ class Belief:
             max(guess.inside_error, self.inside_error),
             self.outside,
             max(guess.outside_error, self.outside_error),
+            self.fixed,
+            max(guess.fixed_error, self.fixed_error),
+        )
+
+    def faded(self, steps: int) -> Belief:
+        """The same so many steps later: by half every `FADES` steps it is the first guess again, or what was dear once
+        would never be tried again."""
+        guess, worth = Belief(), 0.5 ** (max(0, steps) / FADES)
+        return replace(
+            self,
+            inside=guess.inside + worth * (self.inside - guess.inside),
+            outside=guess.outside + worth * (self.outside - guess.outside),
+            fixed=guess.fixed + worth * (self.fixed - guess.fixed),
         )
 
 
@@ -76,18 +97,22 @@ def believe(
     """The guess, the operations and the pairs, put together."""
     inner, inner_error = _with(guess.inside, guess.inside_error, inside)
     outer, outer_error = _with(guess.outside, guess.outside_error, outside)
+    fixed, fixed_error = guess.fixed, guess.fixed_error
     if paired is not None:
         noise = max(paired.error, PAIRED_ERROR * step) ** 2
         through_inner, through_outer = inner_error**2 * paired.inside, outer_error**2 * paired.outside
-        all_of_it = through_inner * paired.inside + through_outer * paired.outside + noise
-        if all_of_it > 0:
-            surprise = paired.seconds - inner * paired.inside - outer * paired.outside
-            gain_inner, gain_outer = through_inner / all_of_it, through_outer / all_of_it
-            inner += gain_inner * surprise
-            outer += gain_outer * surprise
-            inner_error *= sqrt(max(0.0, 1 - gain_inner * paired.inside))
-            outer_error *= sqrt(max(0.0, 1 - gain_outer * paired.outside))
-    return Belief(inner, inner_error, outer, outer_error)
+        all_of_it = through_inner * paired.inside + through_outer * paired.outside + fixed_error**2 + noise
+        surprise = paired.seconds - inner * paired.inside - outer * paired.outside - fixed
+        gain_inner, gain_outer, gain_fixed = (
+            one / all_of_it for one in (through_inner, through_outer, fixed_error**2)
+        )
+        inner += gain_inner * surprise
+        outer += gain_outer * surprise
+        fixed += gain_fixed * surprise
+        inner_error *= sqrt(max(0.0, 1 - gain_inner * paired.inside))
+        outer_error *= sqrt(max(0.0, 1 - gain_outer * paired.outside))
+        fixed_error *= sqrt(max(0.0, 1 - gain_fixed))
+    return Belief(inner, inner_error, outer, outer_error, fixed, fixed_error)
 
 
 def _with(value: float, error: float, seen: SecondCost | None) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from baftd.pipeline.events import EventKind, unpack_events
 from baftd.pipeline.foretell import capped, clock_gaps, foretold
 from baftd.pipeline.interference import Interference
 from baftd.pipeline.interval import Interval, steps_for
-from baftd.pipeline.ladder import RUNGS, Budget, Choice, Option, choose
+from baftd.pipeline.ladder import RUNGS, Budget, Choice, Option, choose, options
 from baftd.pipeline.operations import GapKind, Schedule, StageTimes
 from baftd.pipeline.overhead import Estimate, OverheadEstimator
 from baftd.pipeline.pacing import BLOCK, NO_LIMIT, RankFacts, RankPlan, sure_bytes, timed_plan
@@ -42,18 +42,24 @@ MORE_SPEND, LESS_SPEND = 0.05, 0.85
 snapshot that the windows should have held was not over at the fence."""
 SPEND_STEP = 0.1
 """By which the part that is granted changes before the plan does."""
-MOST_HURRY = 8.0
+LEAST_HURRY, MOST_HURRY = 1.25, 8.0
 SETTLING_PROBE, SETTLING_STEPS = 8, 2048
 """One step in so many is a probe at first, for so many steps at most: while the budget is not two standard errors from
 what a snapshot costs."""
 OPEN_STEPS = 8
 """Steps that wait for their last rank."""
-REMEMBERED = 512
+REMEMBERED = 128
 """Steps for which what a rung did not hold is remembered."""
 TOLERATED = 0.95
 """Part of the budget up to which an interval is kept."""
 MARGIN = 1.15
 """By which a shorter interval must fit."""
+LONGER, SHOWN = 4, 4
+"""Times by which the interval becomes longer at once at most, and snapshots that have to show that it is not enough:
+few disturbed ones must not make it so long that it takes hours to learn that they were disturbed."""
+MISSES, GOOD = 2, 64
+"""Snapshots that were not over at the fence until what is copied beside computation is hurried, and those in a row that
+were until it is hurried less."""
 
 
 @dataclass
@@ -63,7 +69,10 @@ class _Rank:
     newest: int = -1
     spend: float = FIRST_SPEND
     ceiling: float = MOST_SPEND
-    hurry: float = 1.25
+    hurry: float = LEAST_HURRY
+    missed: int = 0
+    good: int = 0
+    """Snapshots under a pace that were not, and in a row were, over at the fence."""
     option: Option | None = None
     plan: RankPlan | None = None
     """The last one that was decided, and what it stood on."""
@@ -105,6 +114,10 @@ class Governor:
         self._pairs = OverheadEstimator()
         self._interference = Interference()
         self._guess = Belief()
+        self._guessed = 0
+        """Step from which the guess is."""
+        self._shown = 0
+        """Snapshots at the interval in force."""
         self._paired_for: tuple[tuple[int, str, int], ...] = ()
         self._interval = Steady(fixed.steps or 1)
         self._first = self._newest = -1
@@ -251,9 +264,15 @@ class Governor:
         """A snapshot under the plan is over: did it hold what was planned?"""
         known.fences.append(fence)
         if at_fence <= plan.left + max(BLOCK, known.setup.nbytes // 100):
+            known.good += 1
+            if known.good >= GOOD:
+                known.hurry, known.missed, known.good = max(LEAST_HURRY, known.hurry / 1.25), 0, 0
             return
+        known.good = 0
         if plan.outside:
-            known.hurry = min(MOST_HURRY, known.hurry * 1.25)
+            known.missed += 1
+            if known.missed >= MISSES:
+                known.hurry, known.missed = min(MOST_HURRY, known.hurry * 1.25), 0
         else:
             known.ceiling = max(LEAST_SPEND, LESS_SPEND * min(known.spend, known.ceiling))
             known.spend = min(known.spend, known.ceiling)
@@ -278,6 +297,7 @@ class Governor:
         for older in [step for step in self._open if step <= record.step]:
             del self._open[older]
         count = len(one.ranks)
+        self._shown += one.copied > 0
         if one.copied in (0, count):
             self._pairs.add(record.step, one.seconds / count, one.copied > 0)
         if len(one.looked_at) == count:
@@ -299,7 +319,7 @@ class Governor:
         belief = self._believe(measured)
         choice = choose(every, self._budget, belief.costs, self._fixed, self._interval.level)
         if self._fixed.auto:
-            self._settle(choice, step)
+            self._settle(choice, self._present(every, belief), step)
         else:
             self._interval.to(choice.interval, step)
         keep = {
@@ -313,17 +333,24 @@ class Governor:
             if self._take(known, choice.ranks[rank], facts[rank], step):
                 changed.append(rank)
         self._uncertain = max(
-            hypot(belief.inside_error * one.inside, belief.outside_error * one.outside)
+            hypot(belief.inside_error * one.inside, belief.outside_error * one.outside, belief.fixed_error)
             for one in choice.ranks.values()
         ) / max(choice.step, 1e-9)
         rungs = tuple((rank, choice.ranks[rank].rung, facts[rank].bytes) for rank in sorted(facts))
         if rungs != self._paired_for:
             if self._paired_for:
                 self._guess = belief.carried()
+                self._guessed = self._newest
                 self._first = self._newest
             self._paired_for = rungs
             self._pairs.forget()
         return self._say(choice, facts, changed)
+
+    def _present(self, facts: Sequence[RankFacts], belief: Belief) -> float:
+        """Seconds that a snapshot of the slowest rank costs on the rungs that ranks are on."""
+        costs = belief.costs
+        now = [[one.cost for one in options(rank, costs) if one.rung == rank.rung] for rank in facts]
+        return max((found[0] for found in now if found), default=0.0)
 
     def _begin(self, known: _Rank) -> bool:
         """Before anything is measured: where a schedule says that windows will come, they may take what they can."""
@@ -391,19 +418,28 @@ class Governor:
             held = max(profile.held + profile.fence_seconds for profile in profiles)
             paired = Paired(found.value * step - held, found.error * step, inside, outside)
         costs = self._interference
-        return believe(self._guess, costs.cost(EventKind.COPY_INSIDE), costs.cost(EventKind.COPY_OUTSIDE), paired, step)
+        guess = self._guess.faded(self._newest - self._guessed)
+        return believe(guess, costs.cost(EventKind.COPY_INSIDE), costs.cost(EventKind.COPY_OUTSIDE), paired, step)
 
-    def _settle(self, choice: Choice, step: int) -> None:
-        """Another interval: a longer one at once where the budget is broken, a shorter one with patience."""
+    def _settle(self, choice: Choice, present: float, step: int) -> None:
+        """Another interval: a longer one where the budget is broken, a shorter one with patience.
+
+        present: what a snapshot costs as it is done now. A rung that promises to be cheaper is tried first, and makes
+        the interval shorter when it was."""
         now = self._interval
         spent = choice.least / (now.level * choice.step) if choice.step > 0 else 0.0
         if choice.interval > now.level:
-            if spent > TOLERATED * self._budget.part:
-                now.to(choice.interval, step)
+            if spent > TOLERATED * self._budget.part and (now.level == 1 or self._shown >= SHOWN):
+                self._to_interval(min(choice.interval, LONGER * now.level), step)
         elif not now.wait(step):
-            shorter = max(choice.interval, steps_for(choice.least * MARGIN, self._budget.planned, choice.step))
+            least = max(choice.least, present)
+            shorter = max(choice.interval, steps_for(least * MARGIN, self._budget.planned, choice.step))
             if shorter < now.level:
-                now.to(shorter, step)
+                self._to_interval(shorter, step)
+
+    def _to_interval(self, interval: int, step: int) -> None:
+        self._interval.to(interval, step)
+        self._shown = 0
 
     def _take(self, known: _Rank, option: Option, facts: RankFacts, step: int) -> bool:
         """Make the option the rank's plan, unless the one it has will do. Returns whether it is new."""

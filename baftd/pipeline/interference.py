@@ -23,6 +23,7 @@ from typing import NamedTuple
 from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import Operation
 from baftd.pipeline.overhead import median_and_error
+from baftd.pipeline.recent import FORGOTTEN
 from baftd.pipeline.timeline import Span, Step, merged
 
 __all__ = ["Interference", "SecondCost"]
@@ -55,6 +56,8 @@ class Interference:
             EventKind.COPY_INSIDE: deque(maxlen=_KEPT),
             EventKind.COPY_OUTSIDE: deque(maxlen=_KEPT),
         }
+        self._seen = dict.fromkeys(self._samples, 0)
+        """Step of the newest sample."""
         self._known = dict.fromkeys(self._samples, 0)
         """Undisturbed runs behind the usual length of the operation that has fewest, of those beside the last copy."""
 
@@ -63,6 +66,10 @@ class Interference:
         if not steps:
             return
         base = min(one.begun for one in steps)
+        number = steps[0].step
+        for kind, samples in self._samples.items():
+            if number - self._seen[kind] > FORGOTTEN:
+                samples.clear()
         shifts = [(one.begun - base) * 1e-9 for one in steps]
         copies = {
             kind: _Cover(
@@ -90,10 +97,12 @@ class Interference:
             if copied <= 0 or not busy:
                 continue
             if met[kind] < _TOUCHED * copied:
+                self._seen[kind] = number
                 samples.append(0.0)  # nobody computed beside it
                 self._known[kind] = _KEPT
             elif known[kind] >= met[kind] / 2:
                 together = sum(copies[kind].of(begin, end) for begin, end in busy)
+                self._seen[kind] = number
                 samples.append(lost[kind] / known[kind] * together / copied)
                 self._known[kind] = runs.get(kind, 0)
 

@@ -9,10 +9,10 @@
 
 A snapshot costs each rank, in seconds that its step takes longer:
 
-    held + inside * t_inside + outside * t_outside + t_fence
+    held + fixed + inside * t_inside + outside * t_outside + t_fence
 
 `t_inside` and `t_outside` are the seconds for which it copies inside windows and beside its own computation; `inside`
-and `outside` what a second of that costs the step (`costs.py`: learnt). `t_fence` is what the fence waits: what is
+and `outside` what a second of that costs the step, `fixed` what a snapshot costs besides (`costs.py`: learnt). `t_fence` is what the fence waits: what is
 planned for it, and what it was seen to wait without a plan. The job waits for its slowest rank, and spends that once an
 interval: overhead = cost / (interval * step). The interval is the fewest steps that keep it within the budget for the
 cheapest rung of each rank; then each rank takes the first rung that the interval can afford.
@@ -46,6 +46,8 @@ class SecondCosts:
 
     inside: float
     outside: float
+    fixed: float = 0.0
+    """Seconds that it loses by a snapshot, however little is copied."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
     def offer(rung: str, plan: RankPlan, inside_bytes: float, outside_bytes: float, fence: float) -> None:
         inside, outside = inside_bytes / facts.inside, outside_bytes / facts.beside
         waited = fence + short.get(rung, 0.0)
-        cost = facts.held + costs.inside * inside + costs.outside * outside + waited
+        cost = facts.held + costs.fixed + costs.inside * inside + costs.outside * outside + waited
         found.append(Option(rung, plan, cost, inside, outside, waited, fence, spend))
 
     left = expected_left(facts, spend)

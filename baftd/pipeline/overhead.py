@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import expm1, isfinite, log, sqrt
+from math import expm1, hypot, isfinite, log, sqrt
 from statistics import median
 
 __all__ = ["FEWEST", "Estimate", "OverheadEstimator", "median_and_error"]
@@ -28,6 +28,8 @@ FEWEST = 5
 """Pairs from which there is an estimate."""
 _USUAL = 5.0
 """Times the usual difference of outer steps from which a pair is dropped."""
+_NEWEST, _ANOTHER = 9, 3.5
+"""Newest pairs that overrule older ones, and by how many standard errors of the difference."""
 _ALWAYS_USUAL = 0.05
 """A relative difference that never drops a pair."""
 
@@ -92,6 +94,19 @@ class OverheadEstimator:
             return
         self._pairs.append(excess if inner else -excess)
         self._estimate = None
+        self._drop_what_was()
+
+    def _drop_what_was(self) -> None:
+        """Where the newest pairs clearly say something else than those before, what was before counts no more: at an
+        interval of many steps it would take hours to be outnumbered."""
+        if len(self._pairs) < 3 * _NEWEST:
+            return
+        pairs = list(self._pairs)
+        before, newest = pairs[:-_NEWEST], pairs[-_NEWEST:]
+        middle, error = median_and_error(before)
+        if abs(median(newest) - middle) > _ANOTHER * error * hypot(1, sqrt(len(before) / _NEWEST)):
+            self._pairs.clear()
+            self._pairs.extend(newest)
 
     def estimate(self) -> Estimate | None:
         """None with fewer than `FEWEST` pairs."""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from baftd.pipeline.events import EventKind
 from baftd.pipeline.operations import StageTimes
 from baftd.pipeline.overhead import median_and_error
+from baftd.pipeline.recent import Recent
 from baftd.pipeline.timeline import Step, covered
 
 __all__ = ["KEPT", "WAKE", "Basis", "GapSum", "Known", "Profile", "low"]
@@ -26,6 +27,8 @@ WAKE = 100e-6
 """Seconds of a window that are lost until the copying thread is awake (measured: 50 to 90 us)."""
 MOST_WINDOWS = 4096
 """That are told apart; what a step has beyond them counts together."""
+MOST_BYTES = 1 << 44
+"""Of a span of copying: 16 TiB, more than a node has memory."""
 _MOST_KINDS = 4096
 """Pairs of stage and kind of operation."""
 _SETTLED = 3
@@ -82,11 +85,11 @@ class Profile:
         self._times: dict[tuple[int, EventKind], deque[float]] = {}
         self._gaps: deque[dict[str, tuple[int, float]]] = deque(maxlen=KEPT)
         self._copied_in: deque[dict[str, int]] = deque(maxlen=KEPT)
-        self._rates: dict[EventKind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in _COPYING}
-        self._copying: dict[EventKind, deque[float]] = {kind: deque(maxlen=KEPT) for kind in _COPYING}
-        self._held: dict[bool, deque[float]] = {True: deque(maxlen=KEPT), False: deque(maxlen=KEPT)}
-        self._fence: deque[float] = deque(maxlen=KEPT)
-        self._bytes: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
+        self._rates: dict[EventKind, Recent[float]] = {kind: Recent(KEPT) for kind in _COPYING}
+        self._copying: dict[EventKind, Recent[float]] = {kind: Recent(KEPT) for kind in _COPYING}
+        self._held: dict[bool, Recent[float]] = {True: Recent(KEPT), False: Recent(KEPT)}
+        self._fence: Recent[float] = Recent(KEPT)
+        self._bytes: Recent[tuple[int, int, int]] = Recent(KEPT)
         self._detailed = 0
         self._cache: dict[str, object] = {}
 
@@ -110,11 +113,11 @@ class Profile:
         if self.taken == _SETTLED + 1 and len(self._seconds) > _SETTLED - 1:
             self._seconds.popleft()
         self._seconds.append(seconds)
-        self._held[copied].append(held)
+        self._held[copied].add(self.taken, held)
         self.overruns += overruns
         if copied:
-            self._fence.append(fence)
-            self._bytes.append((in_windows, outside, at_fence))
+            self._fence.add(self.taken, fence)
+            self._bytes.add(self.taken, (in_windows, outside, at_fence))
 
     def look(self, step: Step, copied: bool) -> None:
         """A period's events."""
@@ -162,12 +165,13 @@ class Profile:
         gap_of = {window.ordinal: window.gap for window in step.windows}
         copied_in: dict[str, int] = {}
         for kind in _COPYING:
-            spans = [one for one in step.copying if one.kind is kind]
+            # A span of more than a snapshot can have is no measurement.
+            spans = [one for one in step.copying if one.kind is kind and 0 <= one.bytes <= MOST_BYTES]
             nbytes = sum(one.bytes for one in spans)
             seconds = covered((one.begin, one.end) for one in spans)
-            self._copying[kind].append(seconds)
+            self._copying[kind].add(self.taken, seconds)
             if seconds > WAKE / 2 and nbytes > 0:
-                self._rates[kind].append(nbytes / seconds)
+                self._rates[kind].add(self.taken, nbytes / seconds)
             if kind is EventKind.COPY_INSIDE:
                 for one in spans:
                     gap = gap_of.get(one.ordinal if one.ordinal >= 0 else -2 - one.ordinal, "tail")
@@ -229,8 +233,10 @@ class Profile:
         return _median([sum(row) + beyond for row, beyond in zip(self._windows, self._beyond, strict=True)])
 
     def rate(self, kind: EventKind) -> float:
-        """At which the engine copies: COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE."""
-        return _median(self._rates[kind])
+        """At which the engine copies: COPY_INSIDE, COPY_OUTSIDE or COPY_FENCE. What has not been seen for long is not
+        known any more: or a rung that was bad once would never be tried again."""
+        known = self._rates[kind]
+        return _median(known) if known.known(self.taken) else 0.0
 
     def copying(self, kind: EventKind) -> float:
         """Seconds for which it is at work in a step with a snapshot."""
@@ -240,7 +246,7 @@ class Profile:
     def held(self) -> float:
         """Seconds for which a snapshot holds the training thread, beyond what a step without one does."""
         copied = self._held[True]
-        if len(copied) < 4:
+        if len(copied) < 3:
             return 0.0
         without = self._held[False]
         return max(0.0, median(copied) - (median(without) if without else 0.0))

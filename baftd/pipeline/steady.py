@@ -34,6 +34,7 @@ class Steady:
             return
         if level > self.level and step - self._fell < RELAPSE * self._patience:
             self._patience = min(MOST_PATIENCE, 2 * self._patience)  # what was better did not last
+            self._fell = -RELAPSE * MOST_PATIENCE  # several steps up are one relapse
         if level < self.level:
             self._fell = step
         self.level, self._since = level, step

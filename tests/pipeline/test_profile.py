@@ -133,7 +133,23 @@ def test_a_handful_of_steps_overrules_the_guess() -> None:
 
 def test_pairs_overrule_operations() -> None:
     found = believe(Belief(), SecondCost(0.1, 0.01, 60), None, Paired(0.03, 0.001, 0.1, 0.0), 0.5)
-    assert found.inside == pytest.approx(0.3, rel=0.1)
+    assert 0.1 * found.inside + found.fixed == pytest.approx(0.03, rel=0.05)
+    assert found.inside > 0.2, "most of it is copying, which may cost more than operations show"
+
+
+def test_what_a_small_snapshot_costs_is_no_copying() -> None:
+    """Half a millisecond of copying cannot explain five."""
+    found = believe(Belief(), SecondCost(0.1, 0.01, 60), None, Paired(0.005, 0.0005, 0.0005, 0.0), 0.035)
+    assert found.costs.fixed == pytest.approx(0.005, rel=0.1)
+    assert found.inside == pytest.approx(0.1, rel=0.2)
+
+
+def test_what_was_believed_of_another_rung_fades() -> None:
+    dear = Belief(outside=4.0, fixed=0.1)
+    assert dear.faded(0) == dear
+    assert dear.faded(256).outside == pytest.approx((4.0 + Belief().outside) / 2)
+    assert dear.faded(10_000).costs.outside == pytest.approx(Belief().outside)
+    assert dear.faded(10_000).costs.fixed == pytest.approx(0.0, abs=1e-9)
 
 
 def test_what_pairs_say_goes_to_what_is_less_known() -> None:

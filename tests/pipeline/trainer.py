@@ -29,6 +29,8 @@ class Machine:
     """Standard deviation of an operation's length, as part of it."""
     held: float = 0.2e-3
     wake: float = 60e-6
+    fixed: float = 0.0
+    """Seconds that a snapshot costs the step that nobody sees: the daemon verifies it on the same cores."""
 
 
 @dataclass
@@ -117,10 +119,11 @@ class Job:
             if left:
                 events[rank].append(Event(EventKind.COPY_FENCE, -1, -1, at, at + int(seconds * 1e9), left))
         held = machine.held if copied else machine.held / 4
-        at += int((fence + held) * 1e9)
+        fixed = machine.fixed if copied else 0.0
+        at += int((fence + held + fixed) * 1e9)
         period = at - self.clock
         self.step_seconds = period * 1e-9
-        self.spent.append((copied, lost + fence + (held * 3 / 4 if copied else 0.0)))
+        self.spent.append((copied, lost + fence + fixed + (held * 3 / 4 if copied else 0.0)))
         if copied:
             self.fence_bytes.append(max(left for left, _ in waits))
             self.inside_bytes.append(min(c.in_windows for c in copies if c is not None))
