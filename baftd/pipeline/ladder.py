@@ -12,10 +12,11 @@ A snapshot costs each rank, in seconds that its step takes longer:
     held + fixed + inside * t_inside + outside * t_outside + t_fence
 
 `t_inside` and `t_outside` are the seconds for which it copies inside windows and beside its own computation; `inside`
-and `outside` what a second of that costs the step, `fixed` what a snapshot costs besides (`costs.py`: learnt). `t_fence` is what the fence waits: what is
-planned for it, and what it was seen to wait without a plan. The job waits for its slowest rank, and spends that once an
-interval: overhead = cost / (interval * step). The interval is the fewest steps that keep it within the budget for the
-cheapest rung of each rank; then each rank takes the first rung that the interval can afford.
+and `outside` what a second of that costs the step, `fixed` what a snapshot costs besides (`costs.py`: learnt).
+`t_fence` is what the fence waits: what is planned for it, and what it was seen to wait without a plan. The job waits
+for its slowest rank, and spends that once an interval: overhead = cost / (interval * step). The interval is the fewest
+steps that keep it within the budget for the cheapest rung of each rank; then each rank takes the first rung that the
+interval can afford.
 """
 
 from __future__ import annotations

@@ -22,9 +22,11 @@ __all__ = [
 BLOCK = 256 * 1024
 """Bytes: the engine stops at whole blocks only."""
 NO_LIMIT = (1 << 53) - 1
-"""The budget of a window that has none."""
+"""The budget of a window that has none; the largest number that a message takes. No number of a plan is above it,
+whatever was measured: a plan that cannot be sent would leave a rank without any."""
 ASSUMED_RATE = 4e9
 """Bytes a second, until a copy has been measured: a third of what one core copies where nothing else runs."""
+_MIB = 1 << 20
 RESERVE = 1.25
 """Part of the windows that is granted, over the part that would just do."""
 
@@ -95,15 +97,21 @@ class RankPlan:
     why: str = ""
 
 
+def _whole(value: float) -> int:
+    """As a message takes it: at most NO_LIMIT; 0 for what is below 0 or no number."""
+    return int(min(value, NO_LIMIT)) if value > 0 else 0
+
+
 def window_bytes(seconds: float, rate: float, spend: float) -> int:
     """Bytes that a window of so many seconds holds: whole blocks, the nearest number of them; none where it is over
     before the engine is awake."""
-    return BLOCK * int(max(0.0, seconds - WAKE) * rate * spend / BLOCK + 0.5)
+    blocks = _whole(max(0.0, seconds - WAKE) * rate * spend / BLOCK + 0.5)
+    return BLOCK * min(blocks, NO_LIMIT // BLOCK)
 
 
 def sure_bytes(facts: RankFacts, spend: float) -> int:
     """Bytes that the windows of a step hold nine times in ten."""
-    return int(low(facts.usable) * facts.inside * spend)
+    return _whole(low(facts.usable) * facts.inside * spend)
 
 
 def expected_left(facts: RankFacts, spend: float, carried: float = 0.0) -> float:
@@ -127,7 +135,7 @@ def copy_plan(facts: RankFacts, spend: float, rung: str = "windows", outside: in
     """The plan that grants `spend` (0 to 1) of each window, and of every further one as much as of the usual."""
     granted = tuple(window_bytes(seconds, facts.inside, spend) for seconds in facts.windows)
     usual = sorted(granted)[len(granted) // 2] if granted else facts.bytes
-    return RankPlan(granted, min(NO_LIMIT, max(BLOCK, usual)), outside, left, rung)
+    return RankPlan(granted, _whole(max(BLOCK, usual)), _whole(outside), _whole(left), rung)
 
 
 def pace_for(left: float, facts: RankFacts) -> int:
@@ -135,9 +143,9 @@ def pace_for(left: float, facts: RankFacts) -> int:
     leaves nothing for the fence. At most what was measured; whole MiB, so that small changes change no plan."""
     computing = max(facts.step - low(facts.usable), facts.step / 10)
     if computing <= 0:
-        return int(facts.beside)
-    pace = min(left / computing * facts.hurry, facts.beside)
-    return max(1 << 20, ceil(pace / (1 << 20)) << 20)
+        return _whole(facts.beside)
+    pace = _whole(ceil(min(left / computing * facts.hurry, facts.beside, NO_LIMIT) / _MIB))
+    return _MIB * max(1, min(pace, NO_LIMIT // _MIB))
 
 
 def timed_plan(
@@ -152,6 +160,6 @@ def timed_plan(
         margin = (end - begin) * (1 - spend) / 2
         granted = min(nbytes, window_bytes(end - begin, rate, spend))
         if granted:
-            found.append((int((begin + margin) * 1e9), int((end - margin) * 1e9), granted))
+            found.append((_whole((begin + margin) * 1e9), _whole((end - margin) * 1e9), granted))
             nbytes -= granted
     return tuple(found)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import floor, log10
 
 from baftd.pipeline.interval import LONGEST, Interval
-from baftd.pipeline.ladder import Budget, Choice, Option
+from baftd.pipeline.ladder import HEADROOM, Budget, Choice, Option
 from baftd.pipeline.overhead import Estimate
 from baftd.pipeline.pacing import RankFacts
 from baftd.pipeline.profile import low
@@ -45,7 +46,9 @@ def job_reason(
     fixed: Interval,
     measured: Estimate | None,
 ) -> str:
-    """Why the job has its rung and interval."""
+    """Why the job has its rung and interval.
+
+    measured: spread over the interval in force. Its figure is not told here: who asks sees the newest one beside it."""
     option = choice.ranks.get(slowest)
     if option is None:
         return "Nothing is measured yet: windows take what they can."
@@ -55,20 +58,27 @@ def job_reason(
         text += f"; a snapshot at every step costs {_part(expected)}"
     else:
         text += f"; a snapshot costs {_part(choice.overhead(1))} of a step, every {interval} steps {_part(expected)}"
-    if measured is not None:
-        text += f" (measured {_part(measured.value)} +- {_part(measured.error)})"
     if fixed.auto and interval >= LONGEST:
         return f"{text}: no interval is long enough for the budget of {_part(budget.part)}."
+    said = "" if fixed.auto else " by an interval that is set"
     if expected > budget.part:
-        said = "" if fixed.auto else " by an interval that is set"
         return f"{text}: over the budget of {_part(budget.part)}{said}."
+    if measured is not None and measured.value - 2 * measured.error > budget.part:
+        # Two standard errors: what is expected is a model's word, and this is not chance.
+        return f"{text} by expectation, but it is measured above the budget of {_part(budget.part)}{said}."
+    if fixed.auto and interval > 1:
+        # Said, since a cost between the planned part and the whole looks as if a shorter interval would do.
+        planned = f"{HEADROOM:g} of it is planned with, and a shorter interval is tried with patience"
+        return f"{text}, within the budget of {_part(budget.part)} ({planned})."
     return f"{text}, within the budget of {_part(budget.part)}."
 
 
 def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    """In the units of all other output, so that numbers of one look can be compared."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
+            value = count / size
+            return f"{value:.0f} {unit}" if value >= 999.5 else f"{value:.3g} {unit}"
     return f"{int(count)} B"
 
 
@@ -79,4 +89,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _part(part: float) -> str:
-    return f"{part * 100:.2g} %"
+    """Two digits that count, never an exponent."""
+    value = part * 100
+    if abs(value) >= 10 or value == 0:
+        return f"{value:.0f} %"
+    digits = max(0, 1 - floor(log10(abs(value))))
+    text = f"{value:.{digits}f}"
+    return f"{text.rstrip('0').rstrip('.') if '.' in text else text} %"
