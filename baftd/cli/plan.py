@@ -152,7 +152,7 @@ def _check(arguments: argparse.Namespace, layout: Layout) -> None:
             raise UsageError(f"--show-ranks {shown} names no ranks between 0 and {world}.")
     for name in ("window_bytes", "ranks_per_node", "copies", "node_memory", "lose"):
         if getattr(arguments, name) == 0:
-            raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
+            raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more than 0.")
     if arguments.lose > _MOST_LOST:
         raise UsageError(f"--lose {arguments.lose}: losses of up to {_MOST_LOST} nodes are looked at.")
     for name, mode in (("copies", "peer"), ("group", "parity")):

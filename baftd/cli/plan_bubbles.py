@@ -58,15 +58,18 @@ def add_bubble_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--chunks", type=count, metavar="V", help="stages of a rank, interleaved [of the layout, or 2]")
     group.add_argument(
-        "--schedules", metavar="LIST", help=f"side by side: [{','.join(_SIDE_BY_SIDE)}], or torch's names of classes"
-    )
+        "--schedules", nargs="+", metavar="NAME",
+        help=f"side by side, with commas or spaces between: [{','.join(_SIDE_BY_SIDE)}], or torch's names of classes",
+    )  # fmt: skip
     group.add_argument(
         "--copy-rate", type=rate, metavar="SIZE",
         help="a rank copies in a second [4 GB: a third of what one core was measured to copy alone]",
     )  # fmt: skip
 
 
-_NUMBER = re.compile(r"\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)(?:x([0-9]{1,4}))?\s*")
+_NUMBER = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)(?:x([0-9]{1,9}))?\s*")
+_LEAST_MS, _MOST_MS = 1e-6, 1e9
+_MOST_TIMES = 9999
 
 
 def _milliseconds(text: str) -> tuple[float, ...]:
@@ -74,8 +77,12 @@ def _milliseconds(text: str) -> tuple[float, ...]:
     found: list[float] = []
     for part in text.split(","):
         match = _NUMBER.fullmatch(part)
-        if match is None or float(match[1]) <= 0 or match[2] == "0":
+        if match is None:
             raise argparse.ArgumentTypeError(f"{part!r} is not a number of milliseconds, such as 30, and no 30x4")
+        if not _LEAST_MS <= float(match[1]) <= _MOST_MS:
+            raise argparse.ArgumentTypeError(f"{part!r} is not from {_LEAST_MS:.6f} to {_MOST_MS:,.0f} milliseconds")
+        if not 1 <= int(match[2] or 1) <= _MOST_TIMES:
+            raise argparse.ArgumentTypeError(f"{part!r}: a number stands for 1 to {_MOST_TIMES} ranks")
         found += [float(match[1])] * int(match[2] or 1)
     return tuple(found)
 
@@ -111,6 +118,8 @@ class ScheduleBubbles:
     """Place of the rank that decides the interval."""
     overhead: float = 0.0
     stages: tuple[StageBubbles, ...] = ()
+    fits: bool = True
+    """Whether the longest interval that there is keeps within the budget."""
 
     @property
     def share(self) -> float:
@@ -144,11 +153,14 @@ def read_bubbles(
     given = [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name) is not None]
     if not given:
         return None
-    if arguments.micro is None or (arguments.forward_ms is None and arguments.step_ms is None):
-        raise UsageError(f"{given[0]} is about bubbles, which need --micro, and --forward-ms or --step-ms.")
     for name in ("micro", "chunks", "copy_rate"):
         if getattr(arguments, name) == 0:
-            raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more.")
+            raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more than 0.")
+    missing = [] if arguments.micro is not None else ["--micro"]
+    if arguments.forward_ms is None and arguments.step_ms is None:
+        missing.append("--forward-ms or --step-ms")
+    if missing:
+        raise UsageError(f"{given[0]} is about bubbles: these need {', and '.join(missing)} too.")
     if arguments.step_ms is not None and (arguments.forward_ms is not None or arguments.backward_ms is not None):
         raise UsageError("--step-ms gives the times of operations; so do --forward-ms and --backward-ms.")
     from baftd.pipeline.costs import Belief
@@ -156,8 +168,10 @@ def read_bubbles(
 
     places = _places(layout, saved)
     chunks = arguments.chunks or max(2, max(len(stages) for stages in places))
-    names = _SIDE_BY_SIDE if arguments.schedules is None else tuple(arguments.schedules.split(","))
-    made = [_schedule(name, len(places), arguments.micro, chunks, arguments.schedules is not None) for name in names]
+    names = _SIDE_BY_SIDE if arguments.schedules is None else _names(arguments.schedules)
+    made = [_schedule(name, len(places), arguments.micro, chunks) for name in names]
+    if all(one.schedule is None for one in made):
+        raise UsageError(made[0].problem)
     forward, backward = _times(arguments, len(places), made[0])
     guess = Belief().costs
     found = Bubbles(
@@ -194,22 +208,33 @@ class _Made:
     problem: str = ""
 
 
-def _schedule(name: str, ranks: int, micro: int, chunks: int, asked: bool) -> _Made:
-    """A schedule; one that was not asked for by name may be impossible with these numbers."""
+def _names(given: Sequence[str]) -> tuple[str, ...]:
+    """Of schedules, each once. Raises UsageError where there is none."""
+    names = tuple(dict.fromkeys(name for name in re.split(r"[,\s]+", " ".join(given)) if name))
+    if not names:
+        raise UsageError("--schedules names none.", hint=f"Such as {','.join(_SIDE_BY_SIDE)}.")
+    return names
+
+
+def _schedule(name: str, ranks: int, micro: int, chunks: int) -> _Made:
+    """A schedule, or why these numbers make none. Raises UsageError for a name that is not known."""
     from baftd.pipeline.schedules import build
 
     own = 2 if name in _TWO_STAGES else chunks if name in _LOOPS else 1
+    # All that are known can be made of these: what fails is the name.
+    build(name, 4, 16, 2 if name in (*_TWO_STAGES, *_LOOPS) else 1)
     if 2 * ranks * micro * own > _MOST_OPERATIONS:
-        raise UsageError(
-            f"{ranks} ranks with {micro} micro-batches and {own} stages are more operations than are simulated here "
-            f"({_MOST_OPERATIONS:,})."
-        )
+        said = f"{_many(ranks, 'rank')} with {_many(micro, 'micro-batch')} and {_many(own, 'stage')}"
+        return _Made(name, own, None, f"{said} are more operations than are simulated here ({_MOST_OPERATIONS:,}).")
     try:
         return _Made(name, own, build(name, ranks, micro, own))
     except UsageError as error:
-        if asked:
-            raise
         return _Made(name, own, None, error.message)
+
+
+def _many(count: int, what: str) -> str:
+    """ "1 stage", "2 stages"."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
 def _times(
@@ -235,7 +260,7 @@ def _times(
 
 def _each(flag: str, given: Sequence[float], ranks: int) -> tuple[float, ...]:
     if len(given) not in (1, ranks):
-        raise UsageError(f"{flag} names {len(given)} times, but the pipeline has {ranks} ranks.")
+        raise UsageError(f"{flag} names {_many(len(given), 'time')}, but the pipeline has {_many(ranks, 'rank')}.")
     return tuple(one / 1e3 for one in (list(given) * ranks if len(given) == 1 else given))
 
 
@@ -257,7 +282,7 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
     """Simulate, and let the ladder choose as it does before anything is measured."""
     if made.schedule is None:
         return ScheduleBubbles(made.name, made.chunks, made.problem)
-    from baftd.pipeline.interval import Interval
+    from baftd.pipeline.interval import LONGEST, Interval
     from baftd.pipeline.ladder import Budget, SecondCosts, choose
     from baftd.pipeline.pacing import RankFacts, sure_bytes
     from baftd.pipeline.profile import WAKE
@@ -284,9 +309,10 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
                 stages, one.bytes, line.idle(place), kinds, sure_bytes(one, known.spend), option.rung, option.cost
             )
         )
+    overhead = choice.overhead(choice.interval)
     return ScheduleBubbles(
-        made.name, made.chunks, "", line.period, choice.interval, choice.rung, choice.slowest,
-        choice.overhead(choice.interval), tuple(found),
+        made.name, made.chunks, "", line.period, choice.interval, choice.rung, choice.slowest, overhead, tuple(found),
+        fits=choice.interval < LONGEST or overhead <= known.budget,
     )  # fmt: skip
 
 
@@ -298,20 +324,19 @@ def print_bubbles(bubbles: Bubbles) -> None:
     forward, backward = _span(bubbles.forward), _span(bubbles.backward)
     assumed = "" if bubbles.rate_given else " (supposed: --copy-rate)"
     say(
-        f"bubbles: {bubbles.micro} micro-batches, forward {forward}, backward {backward} a rank; copying "
+        f"bubbles: {_many(bubbles.micro, 'micro-batch')}, forward {forward}, backward {backward} a rank; copying "
         f"{bubbles.rate / 1e9:.3g} GB/s{assumed} in {bubbles.spend:.0%} of each"
     )
     rows = []
     for one in bubbles.schedules:
-        name = f"{one.name}, {one.chunks} stages a rank" if one.name in _LOOPS else one.name
+        name = f"{one.name}, {_many(one.chunks, 'stage')} a rank" if one.name in _LOOPS else one.name
         if one.problem:
             rows.append([name, "-", "-", "-", "-", "-", f"-  ({one.problem.rstrip('.')})"])
             continue
         idle = [stage.idle for stage in one.stages]
         steps = "every step" if one.interval == 1 else f"every {one.interval} steps"
-        rows.append(
-            [name, _seconds(one.step), _span(idle), f"{one.share:.1%}", one.rung, steps, f"{one.overhead:.2%}"]
-        )
+        cost = [one.rung, steps, f"{one.overhead:.2%}"] if one.fits else ["-", "never", "-  (over budget, see below)"]
+        rows.append([name, _seconds(one.step), _span(idle), f"{one.share:.1%}", *cost])
     columns = ["schedule", "step", "bubble of a rank", "of the step", "rung", "snapshot", "overhead"]
     print_table(columns, rows, right=["step", "bubble of a rank", "of the step"])
     print()
@@ -333,7 +358,14 @@ def print_bubbles(bubbles: Bubbles) -> None:
         rows.append(cells)
     print_table(columns, rows, right=columns[1:])
     for one in shown:
-        if one.interval > 1 or one.rung != "windows":
+        if not one.fits:
+            slowest = one.stages[one.slowest]
+            say(
+                f"{one.name}: no interval is long enough: a snapshot of stage {_stages(slowest.stages)} "
+                f"({size(slowest.bytes)}) is expected to cost {_seconds(slowest.cost)}; even once in {one.interval:,} "
+                f"steps that is {one.overhead:.2%} of the time (budget {bubbles.budget:.2%})"
+            )
+        elif one.interval > 1 or one.rung != "windows":
             slowest = one.stages[one.slowest]
             say(
                 f"{one.name}: stage {_stages(slowest.stages)} decides: bubbles hold {size(slowest.fits)} of "
@@ -388,6 +420,7 @@ def _schedule_document(one: ScheduleBubbles) -> dict[str, Any]:
         "interval": one.interval,
         "rung": one.rung,
         "overhead": one.overhead,
+        "within_budget": one.fits,
         "slowest": list(one.stages[one.slowest].stages),
         "stages": [
             {

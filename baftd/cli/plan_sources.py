@@ -52,6 +52,7 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 _OPTIMIZERS = {"adam": ("exp_avg", "exp_avg_sq"), "momentum": ("momentum",), "none": ()}
 _MOST_BYTES = 256 << 20
+_MOST_COUNT = 10**9 - 1
 _RANK = re.compile(r"rank[_-]?([0-9]{1,6})(?![0-9])")
 
 
@@ -102,8 +103,10 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 
 def count(text: str) -> int:
     """Argument type: a whole number, 0 or greater."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
+    if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or greater")
+    if len(text.lstrip("0")) > len(str(_MOST_COUNT)):
+        raise argparse.ArgumentTypeError(f"{text!r} is more than {_MOST_COUNT:,}, the most that is taken")
     return int(text)
 
 

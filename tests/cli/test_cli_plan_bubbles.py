@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
+from baftd.cli import plan_bubbles
+from baftd.pipeline.schedules import NAMES
 from tests.support.cli import Cli
+from tests.support.daemon import ROOT
 
 MIB = 1 << 20
 FOUR_STAGES = {
@@ -122,9 +125,76 @@ def test_a_default_schedule_that_cannot_be_says_why(cli: Cli, given: tuple[str, 
     code, out, _ = cli(*few)
     assert code == 0
     assert re.search(r"^interleaved, 2 stages a rank .*divides into 2 rounds", out, re.MULTILINE)
-    code, _, err = cli(*few, "--schedules", "interleaved")
-    assert code == 2
+
+
+def test_a_named_schedule_that_cannot_be_says_why_beside_those_that_can(cli: Cli, given: tuple[str, ...]) -> None:
+    few = (*given, "--micro", "9", "--forward-ms", "30")
+    code, out, err = cli(*few, "--schedules", "interleaved,1F1B")
+    assert (code, err) == (0, "")
+    assert re.search(r"^interleaved, 2 stages a rank +- .*divides into 2 rounds", out, re.MULTILINE)
+    assert re.search(r"^1F1B +1\.080 s ", out, re.MULTILINE)
+    found = _bubbles(cli, *few, "--schedules", "interleaved,1F1B")
+    assert ["problem" in one for one in found["schedules"]] == [True, False]
+    code, out, err = cli(*few, "--schedules", "interleaved", "ScheduleInterleaved1F1B")
+    assert (code, out) == (2, "")
     assert "divides into 2 rounds" in err
+    code, _, err = cli(*few, "--schedules", "1F1B,interleavd")
+    assert code == 2, "a name that is not known is a slip of the pen, and no schedule that cannot be"
+    assert "schedule 'interleavd' is not known" in err
+
+
+def test_a_schedule_that_is_too_large_to_simulate_says_so_beside_others(
+    cli: Cli, given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_bubbles, "_MOST_OPERATIONS", 100)
+    found = _bubbles(cli, *given, "--micro", "8", "--forward-ms", "1", "--schedules", "1F1B,interleaved")
+    assert "problem" not in found["schedules"][0]
+    assert "4 ranks with 8 micro-batches and 2 stages are more" in found["schedules"][1]["problem"]
+
+
+@pytest.mark.parametrize("names", [("1F1B GPipe ZB-H1",), ("1F1B", "GPipe", "ZB-H1"), (" 1F1B, GPipe,,ZB-H1 1F1B",)])
+def test_schedules_are_named_with_commas_or_spaces_and_told_once(
+    cli: Cli, given: tuple[str, ...], names: tuple[str, ...]
+) -> None:
+    found = _bubbles(cli, *given, "--micro", "8", "--forward-ms", "30", "--schedules", *names)
+    assert [one["name"] for one in found["schedules"]] == ["1F1B", "GPipe", "ZB-H1"]
+
+
+def test_the_names_that_the_readme_lists_can_be_pasted(cli: Cli, given: tuple[str, ...]) -> None:
+    listed = re.search(r"`--schedules` takes other names[^`]*`([^`]+)`", (ROOT / "README.md").read_text())
+    assert listed is not None
+    found = _bubbles(cli, *given, "--micro", "8", "--forward-ms", "30", "--schedules", *listed[1].split())
+    assert [one["name"] for one in found["schedules"]] == list(NAMES) == listed[1].split()
+
+
+@pytest.mark.parametrize("chunks", ["1", "3"])
+def test_no_known_name_is_taken_for_an_unknown_one(cli: Cli, given: tuple[str, ...], chunks: str) -> None:
+    """Most are impossible with these numbers; 1F1B is not."""
+    _, _, err = cli(*given, "--micro", "8", "--forward-ms", "30", "--schedules", "x")
+    known = re.findall(r"[\w-]+", err.split("Known are ")[1])
+    assert set(NAMES) < set(known)
+    few = (*given, "--micro", "3", "--forward-ms", "30", "--chunks", chunks, "--schedules")
+    code, _, err = cli(*few, *known)
+    assert (code, err) == (0, "")
+
+
+def test_no_interval_is_long_enough(cli: Cli, given: tuple[str, ...]) -> None:
+    slow = (*given, "--micro", "1", "--forward-ms", "0.001", "--copy-rate", "1 kB", "--chunks", "1")
+    code, out, _ = cli(*slow)
+    assert code == 0
+    assert re.search(r"^1F1B .* - +never +-", out, re.MULTILINE)
+    assert "every 1048576 steps" not in out
+    said = r"^1F1B: no interval is long enough: a snapshot of stage \d \(4\.00 MiB\) is expected to cost \d"
+    assert re.search(said, out, re.MULTILINE)
+    assert "even once in 1,048,576 steps" in out
+    assert "(budget 1.00%)" in out
+    assert "bubbles: 1 micro-batch, " in out
+    assert "interleaved, 1 stage a rank" in out
+    for one in _bubbles(cli, *slow)["schedules"]:
+        assert (one["interval"], one["within_budget"]) == (1 << 20, False)
+        assert one["overhead"] > 0.01
+    fine = _bubbles(cli, *given, "--micro", "8", "--forward-ms", "30", "--copy-rate", "10 MB")
+    assert [one["within_budget"] for one in fine["schedules"]] == [True] * 3
 
 
 def test_the_table(cli: Cli, given: tuple[str, ...]) -> None:
@@ -160,15 +230,21 @@ def test_a_model_by_numbers(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--micro", "8"), "--micro is about bubbles, which need --micro, and --forward-ms or --step-ms"),
-        (("--forward-ms", "3"), "--forward-ms is about bubbles"),
-        (("--copy-rate", "1 GB"), "--copy-rate is about bubbles"),
-        (("--micro", "0", "--forward-ms", "3"), "--micro is 0"),
+        (("--micro", "8"), "--micro is about bubbles: these need --forward-ms or --step-ms too."),
+        (("--forward-ms", "3"), "--forward-ms is about bubbles: these need --micro too."),
+        (("--copy-rate", "1 GB"), "--copy-rate is about bubbles: these need --micro, and --forward-ms or"),
+        (("--micro", "0"), "--micro is 0: it must be more than 0."),
+        (("--micro", "0", "--forward-ms", "3"), "--micro is 0: it must be more than 0."),
+        (("--micro", "1000000000"), "'1000000000' is more than 999,999,999, the most that is taken"),
         (("--micro", "8", "--forward-ms", "3", "--step-ms", "90"), "so do --forward-ms"),
         (("--micro", "8", "--forward-ms", "3,4"), "--forward-ms names 2 times, but the pipeline has 4 ranks"),
         (("--micro", "8", "--forward-ms", "3", "--backward-ms", "1x3"), "--backward-ms names 3 times"),
         (("--micro", "8", "--step-ms", "3,4"), "--step-ms is one number"),
-        (("--micro", "8", "--forward-ms", "0"), "'0' is not a number of milliseconds"),
+        (("--micro", "8", "--forward-ms", "0"), "'0' is not from 0.000001 to 1,000,000,000 milliseconds"),
+        (("--micro", "8", "--forward-ms", "1e300"), "'1e300' is not from 0.000001 to 1,000,000,000 milliseconds"),
+        (("--micro", "8", "--forward-ms=-3"), "'-3' is not from 0.000001"),
+        (("--micro", "8", "--forward-ms", "3x0"), "'3x0': a number stands for 1 to 9999 ranks"),
+        (("--micro", "8", "--forward-ms", "3", "--schedules", ", "), "--schedules names none"),
         (("--micro", "8", "--forward-ms", "x"), "'x' is not a number of milliseconds"),
         (("--micro", "8", "--forward-ms", "3", "--schedules", "2F2B"), "schedule '2F2B' is not known"),
         (("--micro", "999999", "--forward-ms", "3"), "more operations than are simulated"),
