@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "JSON_VERSION",
+    "MOST_STEP",
     "ProgressLine",
     "add_json",
     "add_settings",
@@ -35,6 +36,9 @@ __all__ = [
 JSON_VERSION = 1
 """Of every document that `--json` prints. Fields are added under the same number; a field that changes its meaning or
 goes raises it."""
+
+MOST_STEP = (1 << 53) - 1
+"""Messages hold no larger numbers."""
 
 R = TypeVar("R")
 
@@ -74,6 +78,8 @@ def step_number(text: str) -> int:
     """Argument type: a step, 0 or greater."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a step: a whole number, 0 or greater")
+    if len(text.lstrip("0")) > len(str(MOST_STEP)) or int(text) > MOST_STEP:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step: no job gets as far as that")
     return int(text)
 
 

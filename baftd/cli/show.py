@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         problem = f"step {arguments.step} exists in several jobs: {', '.join(jobs)}."
         raise UsageError(problem, hint="Name one with --job.")
     if not rows:
-        known = [f"{row.job} {row.step}" for row in reply.rows[:3]]
-        raise BaftError(
-            f"no checkpoint of step {arguments.step}" + (f" of job {arguments.job}." if arguments.job else "."),
-            hint=f"The newest are: {', '.join(known)}." if known else "`baftd list` shows what there is.",
-        )
+        raise _no_checkpoint(arguments, reply.rows)
     tensors = {row.epoch: _tensors(row) for row in rows} if arguments.tensors else {}
     if arguments.json:
         print_json(
@@ -81,6 +78,23 @@ def run(arguments: argparse.Namespace) -> int:
         if tensors:
             _print_tensors(tensors[row.epoch])
     return 0
+
+
+def _no_checkpoint(arguments: argparse.Namespace, rows: Sequence[CheckpointRow]) -> BaftError:
+    """What is not there, and which command shows or makes what is."""
+    epoch = f" in epoch {arguments.epoch}" if arguments.epoch is not None else ""
+    job = f" of job {arguments.job}" if arguments.job else ""
+    problem = f"no checkpoint of step {arguments.step}{job}{epoch}."
+    if rows:
+        known = ", ".join(f"{row.job} {row.step}" + (f" (epoch {row.epoch})" if epoch else "") for row in rows[:3])
+        return BaftError(problem, hint=f"The newest are: {known}. `baftd list{_of(arguments)}` shows all of them.")
+    if job:
+        return BaftError(problem, hint="There is none of this job at all; `baftd list` shows those of other jobs.")
+    return BaftError(problem, hint="There is none at all here; `baftd status` shows which jobs run and how far.")
+
+
+def _of(arguments: argparse.Namespace) -> str:
+    return f" --job {arguments.job}" if arguments.job else ""
 
 
 def _print(row: CheckpointRow) -> None:

@@ -20,6 +20,7 @@ from baftd.cli.common import (
 )
 from baftd.cli.pacing_text import pacing_lines
 from baftd.cli.render import age, print_table, say, size
+from baftd.errors import BaftError
 
 if TYPE_CHECKING:
     from baftd.wire.messages import JobStatus, StatusReply
@@ -43,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     with connect(settings) as connection:
         while True:
             reply = ask(connection, StatusRequest(job=arguments.job), StatusReply)
+            if arguments.job and not reply.jobs and not arguments.watch:  # with --watch it is waited for
+                raise _no_job(arguments.job, ask(connection, StatusRequest(job=None), StatusReply))
             if arguments.json:
                 print_json("status", fields_of(reply))
             else:
@@ -53,6 +56,14 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
             sys.stdout.flush()
             time.sleep(arguments.watch)
+
+
+def _no_job(job: str, reply: StatusReply) -> BaftError:
+    names = ", ".join(one.job for one in reply.jobs)
+    there = f"There {'is' if len(reply.jobs) == 1 else 'are'} {names}." if names else "None does."
+    return BaftError(
+        f"no job {job} runs on {reply.node}.", hint=f"{there} `baftd list --job {job}` shows what it has left."
+    )
 
 
 def _print(reply: StatusReply, job: str | None) -> None:

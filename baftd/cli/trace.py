@@ -7,7 +7,18 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from baftd.cli.common import add_json, add_settings, ask, connect, job_name, only_job, print_json, settings_of
+from baftd.cli.common import (
+    MOST_STEP,
+    add_json,
+    add_settings,
+    ask,
+    connect,
+    job_name,
+    only_job,
+    print_json,
+    settings_of,
+    step_number,
+)
 from baftd.cli.output_file import check_output, is_standard_output, write_output
 from baftd.cli.render import say, size
 from baftd.errors import BaftError, UsageError
@@ -17,14 +28,11 @@ if TYPE_CHECKING:
     from baftd.wire.client import Connection
     from baftd.wire.messages import TraceReply
 
-_MOST_STEP = (1 << 53) - 1
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `baftd trace`."""
     parser.add_argument("--job", type=job_name, help="[the only one]")
     parser.add_argument(
-        "--steps", type=steps_range, metavar="A:B", default=(0, _MOST_STEP),
+        "--steps", type=steps_range, metavar="A:B", default=(0, MOST_STEP),
         help="from step A to step B, both included; either may be left out; one number: that step [all that are kept]",
     )  # fmt: skip
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="file to write; -: standard output")
@@ -37,11 +45,11 @@ def steps_range(text: str) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     if not all(part.isdecimal() or (colon and not part) for part in (first, last if colon else first)):
         raise argparse.ArgumentTypeError(f"{text!r} is not a span of steps: 120:160, 120:, :160 or 120")
-    begin = int(first) if first else 0
-    end = begin if not colon else int(last) if last else _MOST_STEP
+    begin = step_number(first) if first else 0
+    end = begin if not colon else step_number(last) if last else MOST_STEP
     if end < begin:
         raise argparse.ArgumentTypeError(f"{text!r} ends before it begins")
-    return min(begin, _MOST_STEP), min(end, _MOST_STEP)
+    return begin, end
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
     few = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     of = f"rank {ranks[0]}" if len(ranks) == 1 else f"{len(ranks)} ranks"
     say(f"{written}: {few} of {of} of job {reply.job} on {reply.node}, {slices} slices, {size(len(text))}")
-    if steps[0] > first > 0 or steps[-1] < last < _MOST_STEP:
-        say(f"asked for were {first} to {last}; kept are {reply.kept[0]} to {reply.kept[1]}")
+    if steps[0] > first > 0 or steps[-1] < last < MOST_STEP:
+        say(f"asked for were {_asked(first, last)}; kept are {reply.kept[0]} to {reply.kept[1]}")
     say("Open it at https://ui.perfetto.dev (or chrome://tracing).")
     return 0
 
@@ -95,13 +103,23 @@ def _nothing(reply: TraceReply, first: int, last: int) -> BaftError:
             f"no rank of job {reply.job} on {reply.node} has told what it did in a step.",
             hint="Timings come with every step of a process that is attached; `baftd status` shows which are.",
         )
-    asked = f"step {first} is" if first == last else f"steps {first} to {last} are"
-    if last == _MOST_STEP:
-        asked = f"steps from {first} on are"
+    asked, oldest, newest = _asked(first, last), *reply.kept
+    if first > newest:
+        return BaftError(
+            f"job {reply.job}: no rank on {reply.node} has told of {asked} yet; the newest step is {newest}.",
+            hint=f"Kept are steps {oldest} to {newest}; every rank tells of a step soon after it has ended.",
+        )
     return BaftError(
-        f"job {reply.job}: {asked} not kept on {reply.node}; steps {reply.kept[0]} to {reply.kept[1]} are.",
-        hint="Only the newest steps are kept.",
+        f"job {reply.job}: {asked} {'is' if first == last else 'are'} not kept on {reply.node}; steps {oldest} to "
+        f"{newest} are.",
+        hint="Only the newest steps are kept." if last < oldest else "",
     )
+
+
+def _asked(first: int, last: int) -> str:
+    if last == MOST_STEP:
+        return f"steps from {first} on"
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _node(reply: TraceReply) -> NodeTrace:

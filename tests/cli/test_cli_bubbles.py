@@ -145,7 +145,16 @@ def test_spans_of_steps(cli: Cli, serve: Serve, tmp_path: Path, text: str, first
     assert (asked.first, asked.last) == (first, last)
 
 
-@pytest.mark.parametrize("text", ["", "a", "-3", "1:2:3", "9:7", "1.5:2", "²:3"])
+def test_a_span_without_an_end_is_told_without_one(cli: Cli, serve: Serve, tmp_path: Path) -> None:
+    serve({TraceRequest: trace(rank_step(0, 12), kept=(12, 12))})
+    for text, said in (("5:", "steps from 5 on"), ("5:12", "steps 5 to 12"), ("12:14", "steps 12 to 14")):
+        code, out, _ = cli("trace", "--job", "gpt", "--steps", text, "-o", str(tmp_path / "t.json"))
+        assert code == 0
+        assert f"asked for were {said}; kept are 12 to 12" in out
+        assert "9007199254740991" not in out
+
+
+@pytest.mark.parametrize("text", ["", "a", "-3", "1:2:3", "9:7", "1.5:2", "²:3", "9007199254740992", "9" * 5000 + ":"])
 def test_what_is_no_span_of_steps(cli: Cli, text: str) -> None:
     code, out, err = cli("trace", "--job", "gpt", f"--steps={text}", "-o", "t.json")
     assert (code, out) == (2, "")
@@ -161,9 +170,17 @@ def test_a_trace_without_data_is_one_sentence_and_no_file(cli: Cli, serve: Serve
     server.answers[TraceRequest] = [trace(kept=(120, 375))]
     code, _, err = cli("trace", "--job", "gpt", "--steps", "900:950", "-o", str(file))
     assert code == 1
-    assert "steps 900 to 950 are not kept on n0; steps 120 to 375 are." in err
+    assert "no rank on n0 has told of steps 900 to 950 yet; the newest step is 375." in err
+    assert "steps 120 to 375" in err
+    assert "Only the newest" not in err, "these were never run"
     code, _, err = cli("trace", "--job", "gpt", "--steps", "900:", "-o", str(file))
-    assert "steps from 900 on are not kept" in err
+    assert "no rank on n0 has told of steps from 900 on yet" in err
+    code, _, err = cli("trace", "--job", "gpt", "--steps", "7", "-o", str(file))
+    assert code == 1
+    assert "step 7 is not kept on n0; steps 120 to 375 are. Only the newest steps are kept." in err
+    code, _, err = cli("trace", "--job", "gpt", "--steps", "130:140", "-o", str(file))
+    assert "steps 130 to 140 are not kept on n0; steps 120 to 375 are." in err
+    assert "newest" not in err
     assert not file.exists()
 
 

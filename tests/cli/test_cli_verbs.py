@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baftd import __version__
@@ -177,9 +179,53 @@ def test_show(cli: Cli, serve: Serve) -> None:
     assert code == 1
     assert "no checkpoint of step 11 of job gpt" in err
     assert "gpt 12, gpt 10" in err
+    assert "`baftd list --job gpt` shows all of them." in err
+    code, _, err = cli("show", "11", "--epoch", "1")
+    assert code == 1
+    assert "no checkpoint of step 11 in epoch 1." in err
+    assert "gpt 12 (epoch 2)" in err
     code, _, err = cli("show", "12", "--tensors")
     assert code == 2
     assert "not durable" in err
+
+
+def test_show_where_there_is_nothing_says_what_to_do_next(cli: Cli, serve: Serve) -> None:
+    serve({ListRequest: ListReply(rows=[])})
+    code, _, err = cli("show", "11", "--job", "gpt")
+    assert code == 1
+    assert "no checkpoint of step 11 of job gpt. There is none of this job at all; `baftd list` shows" in err
+    code, _, err = cli("show", "11")
+    assert code == 1
+    assert "no checkpoint of step 11. There is none at all here; `baftd status` shows" in err
+
+
+@pytest.mark.parametrize("step", ["9007199254740992", "9" * 5000])
+def test_a_step_that_no_message_holds(cli: Cli, step: str) -> None:
+    code, _, err = cli("show", step)
+    assert code == 2
+    assert "no job gets as far as that" in err
+
+
+class _InTurn(list[StatusReply]):
+    """An answer to each request, where the server would send them all to one."""
+
+    def __iter__(self) -> Iterator[StatusReply]:
+        return iter([self.pop(0)])
+
+
+def test_status_of_a_job_that_is_not_there_is_an_error(cli: Cli, serve: Serve) -> None:
+    nothing = msgspec.structs.replace(STATUS, jobs=[])
+    server = serve({StatusRequest: _InTurn([nothing, STATUS])})
+    code, out, err = cli("status", "--job", "nope")
+    assert (code, out) == (1, "")
+    assert f"no job nope runs on {STATUS.node}. There is gpt. `baftd list --job nope` shows" in err
+    server.answers[StatusRequest] = [nothing]
+    code, document = cli.json("status", "--job", "nope")
+    assert (code, document["kind"]) == (1, "error")
+    assert "no job nope runs" in document["error"]["message"]
+    code, out, _ = cli("status")
+    assert code == 0, "no job at all is no error where none is named"
+    assert "No job on this node." in out
 
 
 def test_show_a_step_of_two_jobs(cli: Cli, serve: Serve) -> None:
