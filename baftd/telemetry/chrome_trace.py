@@ -1,6 +1,6 @@
 """What ranks and daemons did, in Chrome's Trace Event Format, which Perfetto (https://ui.perfetto.dev) opens. Pure.
 
-A process stands for a node. Each rank has tracks for its steps, for what its training thread did, for the gaps between
+A process stands for a node. Each rank has tracks for its steps, for what its training thread did, for the time between
 its operations, for the windows that were granted and for what the copy engine did in them; the daemon has one for each
 kind of its work. Slices of one track always lie inside or beside one another, as viewers want them: what overlaps
 otherwise gets a further track. Times are microseconds after the first thing shown, in thousandths.
@@ -21,8 +21,8 @@ from baftd.telemetry.spans import Span
 
 __all__ = ["NodeTrace", "Period", "TraceDocument", "TraceEvent", "chrome_trace"]
 
-NO_LIMIT = (1 << 64) - 1
-"""The budget of a window that may copy as much as it can."""
+NO_LIMIT = (1 << 52) - 1
+"""From so many bytes on a window may copy as much as it can: plans say 2^53 - 1, engines 2^64 - 1, or what is left."""
 
 Number = int | float | str | bool
 _NAMES = {
@@ -212,7 +212,7 @@ def _write_rank(writer: _Writer, pid: int, rank: int, periods: list[Period]) -> 
         gaps += _gaps(period, events, end)
     writer.track(pid, f"{name}: steps", steps)
     writer.track(pid, name, doing)
-    writer.track(pid, f"{name}: gaps", gaps)
+    writer.track(pid, f"{name}: between operations", gaps)
     writer.track(pid, f"{name}: windows", windows)
     writer.track(pid, f"{name}: copy engine", copying)
     writer.counter(pid, f"{name} copies", "MB/s", _rates(copying))
@@ -253,7 +253,7 @@ def _windows(windows: list[Event], copies: list[Event], step: int) -> list[_Slic
         used = sum(one.amount for one in inside)
         overrun = max((one.end - window.end for one in inside), default=0)
         args: dict[str, Number] = {"step": step, "window": window.micro, "used": used}
-        if window.amount != NO_LIMIT:
+        if window.amount < NO_LIMIT:
             args["granted"] = window.amount
             args["left"] = max(0, window.amount - used)
         else:

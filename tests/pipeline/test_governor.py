@@ -202,7 +202,7 @@ def test_reasons_name_the_rank_and_the_numbers() -> None:
     run = trained(job, 150)
     assert run.governor.decision is not None
     why = run.governor.decision.why
-    for part in ("Rank ", "1.07 GB", "windows of", "every", "budget of 1 %"):
+    for part in ("Rank ", "1 GiB", "windows of", "every", "budget of 1 %"):
         assert part in why
     assert all(plan.why for plan in run.governor.decision.plans.values())
 

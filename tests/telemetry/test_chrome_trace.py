@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ events = st.builds(
     st.integers(-1, 9),
     near | moments,
     near | moments,
-    st.integers(0, NO_LIMIT),
+    st.integers(0, (1 << 64) - 1),
 )
 periods = st.builds(
     Period,
@@ -132,7 +133,8 @@ def test_a_rank_has_tracks_for_steps_operations_gaps_windows_and_copying() -> No
     document = chrome_trace("gpt", [one_step()])
     found = slices(document)
     assert sorted(found) == [
-        "daemon: digest", "rank 3", "rank 3: copy engine", "rank 3: gaps", "rank 3: steps", "rank 3: windows",
+        "daemon: digest", "rank 3", "rank 3: between operations", "rank 3: copy engine", "rank 3: steps",
+        "rank 3: windows",
     ]  # fmt: skip
     (step,) = found["rank 3: steps"]
     assert (step["name"], step["ts"], step["dur"], step["args"]) == (
@@ -148,7 +150,7 @@ def test_a_rank_has_tracks_for_steps_operations_gaps_windows_and_copying() -> No
 
 
 def test_gaps_are_the_time_without_an_operation_and_say_how_much_was_waited() -> None:
-    found = slices(chrome_trace("gpt", [one_step()]))["rank 3: gaps"]
+    found = slices(chrome_trace("gpt", [one_step()]))["rank 3: between operations"]
     assert [(one["name"], one["ts"], one["dur"], one["args"]["waited_us"]) for one in found] == [
         ("fill", 0.0, 1000.0, 0.0),
         ("steady", 3000.0, 6000.0, 4000.0),
@@ -168,6 +170,13 @@ def test_a_window_says_what_was_granted_used_and_left() -> None:
     ]  # fmt: skip
     fence = next(one for one in found["rank 3"] if one["name"] == "fence")
     assert fence["args"]["bytes_left"] == 1_000_000
+
+
+@pytest.mark.parametrize("amount", [NO_LIMIT, (1 << 53) - 1, (1 << 64) - 1])
+def test_no_limit_is_said_in_words(amount: int) -> None:
+    seen = [Event(EventKind.WINDOW, int(EventKind.WAIT_RECV), 0, at(4), at(8), amount)]
+    (window,) = slices(chrome_trace("gpt", [one_step(events=seen)]))["rank 3: windows"]
+    assert window["args"] == {"step": 41, "window": 0, "used": 0, "granted": "no limit"}
 
 
 def test_an_overrun_window_is_named_so() -> None:
