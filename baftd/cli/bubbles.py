@@ -58,10 +58,10 @@ def _print(reply: BubblesReply) -> None:
         print()
         print_table(
             ["rank", "rung", "snapshot", "in windows", "outside", "at fence", "windows a step", "copy rate",
-             "fence wait", "held", "overruns"],
+             "fence wait", "held", "short windows"],
             [_rank(rank) for rank in ranks],
             right=["snapshot", "in windows", "outside", "at fence", "windows a step", "copy rate", "fence wait",
-                   "held", "overruns"],
+                   "held", "short windows"],
         )  # fmt: skip
 
 

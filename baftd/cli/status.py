@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from baftd.wire.messages import JobStatus, StatusReply
 
 _TIERS = ("memory", "peer", "durable")
+_SHOWN = {"overruns": "short_windows"}
+"""Counters under another name than their own: an overrun is what a trace calls so, a copy beyond its window's end."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +97,7 @@ def _print_job(job: JobStatus) -> None:
             say(f"  committed({tier}): step {step}" + (f", {behind} behind" if behind > 0 else ""))
     if not job.committed:
         say("  committed: nothing yet")
-    counters = {name: count for name, count in job.counters.items() if count}
+    counters = {_SHOWN.get(name, name): count for name, count in job.counters.items() if count}
     if counters:
         say("  " + ", ".join(f"{name} {count}" for name, count in counters.items()))
     if job.held_ms_median:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from baftd.cli.pacing_text import percent, seconds
@@ -51,7 +52,7 @@ PACING = PacingStatus(
     ranks=[
         RankPacing(
             rank=4,
-            rung="interval",
+            rung="fence",
             bytes=1 << 30,
             window_seconds=0.21,
             in_windows=310 << 20,
@@ -73,7 +74,7 @@ def status(*jobs: str, pacing: PacingStatus | None = None) -> StatusReply:
         jobs=[
             JobStatus(
                 job=job, epoch=1, world=8, highest_step=40, committed={"memory": 39}, clients=[],
-                counters={"probes": 3}, pacing=pacing,
+                counters={"probes": 3, "overruns": 2}, pacing=pacing,
             )
             for job in jobs
         ],
@@ -262,9 +263,10 @@ def test_bubbles_are_shown_predicted_and_measured(cli: Cli, serve: Serve) -> Non
     assert "4 0 steady 1 52.0 ms 50.0 ms 4.00 % 200 MiB" in lines
     assert "4 0 data 1 - 1.20 ms - -" in lines
     assert "median error of the prediction: 4.00 % of the measured length" in out
-    row = next(line for line in out.splitlines() if "overruns" in line)
-    assert row.split()[-1] == "overruns"
-    assert "4 interval 1.00 GiB 310 MiB 0 B 714 MiB 210 ms 8.38 GiB/s 41.0 ms 400 us 2" in lines
+    row = next(line for line in out.splitlines() if "fence wait" in line)
+    assert row.split()[-2:] == ["short", "windows"]
+    assert "overrun" not in out, "which is another thing, in a trace"
+    assert "4 fence 1.00 GiB 310 MiB 0 B 714 MiB 210 ms 8.38 GiB/s 41.0 ms 400 us 2" in lines
     code, document = cli.json("show", "--bubbles", "--job", "gpt")
     assert (code, document["kind"], document["rows"][0]["predicted"]) == (0, "bubbles", 0.052)
 
@@ -293,15 +295,39 @@ def test_status_says_rung_interval_why_slowest_and_cost(cli: Cli, serve: Serve) 
     code, out, _ = cli("status")
     assert code == 0
     for line in (
-        "snapshot every 3 steps (a step takes 1.50 s): rung interval",
+        "snapshot every 3 steps (a step takes 1.50 s): rung interval, the fewest steps for 0.8 of the budget (fewer "
+        "are tried with patience); each copied in windows, the rest at the fence (rung fence)",
         "why: rank 5 copies 310 MB",
         "slowest: rank 5 on n1",
         "overhead: 0.84 % +- 0.03 % measured (212 pairs of steps), 0.91 % expected, budget 1.00 %",
         "durable: every 90 min would lose least (Young, Daly; 2 failures seen)",
-        "probes 3",
+        "probes 3, short_windows 2",
     ):
         assert line in out
+    assert "overruns" not in out
     assert cli.json("status")[1]["jobs"][0]["pacing"]["slowest_node"] == "n1"
+
+
+def test_status_says_an_interval_that_is_ahead_and_the_cost_of_both(cli: Cli, serve: Serve) -> None:
+    ahead = msgspec.structs.replace(
+        PACING, interval=1, next_interval=19, next_step=130, expected=0.0418, next_expected=0.0022, overhead=None
+    )
+    server = serve({StatusRequest: status("gpt", pacing=ahead)})
+    _, out, _ = cli("status")
+    assert "snapshot every step, from step 130 on every 19 steps (a step takes 1.50 s): rung interval" in out
+    assert "4.18 % expected now, 0.22 % from step 130 on, budget 1.00 %" in out
+    server.answers[StatusRequest] = [status("gpt", pacing=msgspec.structs.replace(ahead, next_step=0))]
+    _, out, _ = cli("status")
+    assert "snapshot every step, as soon as it is agreed every 19 steps" in out
+    assert "0.22 % then" in out
+
+
+def test_status_of_an_interval_that_is_set_says_so(cli: Cli, serve: Serve) -> None:
+    several = [msgspec.structs.replace(PACING.ranks[0], rung=rung) for rung in ("windows", "overlap", "windows")]
+    serve({StatusRequest: status("gpt", pacing=msgspec.structs.replace(PACING, fixed=True, ranks=several))})
+    _, out, _ = cli("status")
+    assert "rung interval, as set; ranks are on rungs windows, overlap\n" in out
+    assert "too large" not in out
 
 
 def test_status_before_anything_was_measured(cli: Cli, serve: Serve) -> None:
@@ -314,8 +340,8 @@ def test_status_before_anything_was_measured(cli: Cli, serve: Serve) -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [percent(share) for share in (0.01, 0.00421, 0.00003, 0.0, -0.002, 1.5)] == [
-        "1.00 %", "0.42 %", "0.0030 %", "0.00 %", "-0.20 %", "150.00 %",
+    assert [percent(share) for share in (0.01, 0.00421, 0.00003, 1e-8, 0.0, -0.002, 1.5)] == [
+        "1.00 %", "0.42 %", "0.0030 %", "0.0000010 %", "0.00 %", "-0.20 %", "150.00 %",
     ]  # fmt: skip
     assert [seconds(value) for value in (3.2, 0.184, 0.0125, 1e-6, 3e-8, 0.0, 99.96)] == [
         "3.20 s", "184 ms", "12.5 ms", "1.00 us", "30 ns", "0 s", "100.0 s",

@@ -71,7 +71,8 @@ class Timings(Message, tag="timings"):
     held_ns: Count = 0
     """Time for which the training thread was held, boundary and fence together."""
     overruns: Count = 0
-    """Windows that could not copy their share before they closed."""
+    """Short windows: they closed before their share was copied. What a trace calls an overrun, a copy that went on
+    after its window, is another thing."""
     apart: bool = False
     """The loop did something else in it (`ckpt.paused()`): the period says nothing about training."""
 
@@ -113,6 +114,7 @@ class RankPacing(Struct, frozen=True, kw_only=True):
     fence_seconds: float
     held_seconds: float
     overruns: Count
+    """Short windows, counted; see `Timings.overruns`."""
     copy_rate: float
     """Bytes a second inside windows."""
 
@@ -121,9 +123,17 @@ class PacingStatus(Struct, frozen=True, kw_only=True):
     """What the planning loop of this node has decided for a job, and why."""
 
     interval: Count
-    """Steps from one snapshot to the next, job-wide."""
+    """Steps from one snapshot to the next, job-wide, as it is now."""
     rung: Name
     why: Text
+    fixed: bool = False
+    """The interval is set by the user; else as short as the budget allows."""
+    next_interval: Count = 0
+    """What follows; 0: no change is ahead."""
+    next_step: Count = 0
+    """From which step on; 0: it is not agreed yet."""
+    next_expected: float = 0.0
+    """What snapshots are expected to cost from then on."""
     slowest: int = -1
     """The rank that decides the interval; -1: none does."""
     slowest_node: Text = ""
@@ -131,9 +141,10 @@ class PacingStatus(Struct, frozen=True, kw_only=True):
     budget: float = 0.0
     """Part of the step time that snapshots may cost (0.01: 1 %)."""
     expected: float = 0.0
-    """What they are expected to cost."""
+    """What they are expected to cost, at `interval`."""
     overhead: float | None = None
-    """What they have been measured to cost; None: not enough steps without a snapshot to compare with."""
+    """What they have been measured to cost, spread over `interval`; None: not enough steps without a snapshot to
+    compare with."""
     overhead_error: float | None = None
     """Standard error of it."""
     pairs: Count = 0
