@@ -24,6 +24,8 @@ __all__ = ["run_export"]
 
 def run_export(arguments: argparse.Namespace, settings: Settings) -> int:
     """Choose the checkpoint, write it, say what was written."""
+    if not arguments.to:  # or it would be the working directory
+        raise UsageError("--to: the name of the directory is empty.", hint="Name a new directory: --to DIR.")
     if arguments.dry_run or arguments.force:
         raise UsageError("--dry-run and --force make no sense with --to: an export changes nothing of the job.")
     begin = time.monotonic()

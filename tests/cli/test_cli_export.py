@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,38 @@ def test_export_of_a_named_step(cli: Cli) -> None:
         assert (document["kind"], document["step"], document["epoch"]) == ("export", step, 1)
         assert document["files"][0] == f"{out}/model.safetensors"
         assert document["bytes"] > 0
+
+
+def test_an_export_leaves_what_is_no_empty_directory_as_it_is(cli: Cli) -> None:
+    durable(cli.dirs, 4)
+    base = cli.dirs.base / "targets"
+    base.mkdir()
+    os.mkfifo(base / "fifo")
+    (base / "pipe").symlink_to("fifo")
+    (base / "nothing").symlink_to("not-there")
+    (base / "file").write_text("old")
+    given = ("restore", "--job", "gpt", "--durable-dir", str(cli.dirs.durable), "--to")
+    for name in ("fifo", "pipe", "nothing", "file"):
+        code, out, err = cli(*given, str(base / name))
+        assert code != 0
+        assert out == ""
+        assert str(base / name) in err
+    assert stat.S_ISFIFO((base / "fifo").lstat().st_mode)
+    assert [(base / name).is_symlink() for name in ("pipe", "nothing")] == [True, True]
+    assert (base / "file").read_text() == "old"
+    assert sorted(os.listdir(base)) == ["fifo", "file", "nothing", "pipe"]
+
+
+def test_an_export_to_no_name_is_not_one_to_the_working_directory(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable(cli.dirs, 4)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    code, _, err = cli("restore", "--job", "gpt", "--to", "", "--durable-dir", str(cli.dirs.durable))
+    assert code == 2
+    assert "--to: the name of the directory is empty" in err
+    assert os.listdir(tmp_path / "empty") == []
 
 
 def test_exports_that_cannot_be(cli: Cli) -> None:
