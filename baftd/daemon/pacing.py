@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
 
 from baftd.checkpoint.facts import CadenceProposal, JobView, is_probe
@@ -28,6 +29,7 @@ from baftd.errors import BaftError, FormatError
 from baftd.pipeline.events import EVENT_BYTES
 from baftd.pipeline.governor import Decision, Governor, RankSetup, StepRecord
 from baftd.pipeline.interval import Interval
+from baftd.wire import codec
 from baftd.wire.messages import CopyPlan, RankStep, ScheduleSaid, Timings, WireToken
 
 if TYPE_CHECKING:
@@ -41,10 +43,17 @@ DECIDE_EVERY = 1.0
 `SHARE` of it."""
 MOST_STEPS_AHEAD = 1 << 20
 """By which a rank's step may be beyond the newest one known of the job."""
+JUMP = 256
+"""By which it may be at once: ranks of a job go step by step, and few timings are lost. A rank that is further ahead is
+believed from its second such step on, and alone it says nothing of where the job is."""
+SILENT = 60.0
+"""Seconds after which a rank that tells nothing says nothing of it either."""
 LONGEST_PERIOD = 7 * 86400 * 10**9
 """ns of one step."""
 RESEND_PLAN = 4
 """Steps after which a plan that a rank does not follow is sent again."""
+MOST_COUNTED = 1 << 32
+"""Windows, or events, of one step."""
 MOST_GENERATION = 1 << 48
 
 
@@ -58,6 +67,12 @@ class _Rank:
     """Bytes of the largest snapshot that it has declared."""
     newest: int = -1
     """Of its steps."""
+    heard: float = 0.0
+    """When it told of that."""
+    jumped: int = -1
+    """Step that it told of last, if that was too far ahead to count; else -1."""
+    refused: bool = False
+    """Whether its last plan could not be sent: said once, not with every decision."""
     generation: int = 0
     plan: CopyPlan | None = None
     sent_at: int = -1
@@ -95,7 +110,7 @@ class JobPacing:
         self._token: Token | None = None
         self._thinning = Thinning()
         self._newest = -1
-        """Newest step that any rank has told of."""
+        """See `newest`."""
         self._view: JobView | None = None
         self._proposed: _Proposal | None = None
         self._proposing = False
@@ -212,8 +227,16 @@ class JobPacing:
 
     @property
     def newest(self) -> int:
-        """Newest step that a rank of this node has told of; -1: none."""
+        """Newest step of this node's ranks, as they told; -1: none has.
+
+        The job is where its ranks are: one that is far ahead of half of them, because it lies or counts otherwise, must
+        not move it away from all others."""
         return self._newest
+
+    def _agreed(self, now: float) -> int:
+        told = [one.newest for one in self._ranks.values() if one.newest >= 0 and now - one.heard <= SILENT]
+        most = median_low(told) + JUMP
+        return max(step for step in told if step <= most)
 
     def greeted(self, client: Client) -> None:
         """A rank has come back over another connection: what was sent over the old one may be lost."""
@@ -233,7 +256,6 @@ class JobPacing:
             return  # said again
         self._check(rank, message)
         now = self._clock()
-        first = step > self._newest
         looked_at = self._thinning.wants(step, message.copied, now)
         began = time.thread_time() if looked_at else 0.0
         self.governor.add(
@@ -254,7 +276,8 @@ class JobPacing:
                 apart=message.apart,
             )
         )
-        rank.newest = step
+        rank.newest, rank.heard = step, now
+        before, self._newest = self._newest, self._agreed(now)
         if looked_at:
             self._thinning.took(message.copied, time.thread_time() - began)
         if message.overruns or message.at_fence:
@@ -272,9 +295,8 @@ class JobPacing:
         )
         self._count(message)
         client.step = max(client.step, step + 1)
-        if first:
-            self._newest = step
-            job.pace.boundary(step + 1, now)
+        if self._newest > before:
+            job.pace.boundary(self._newest + 1, now)
             self.failures.trained(message.period * 1e-9)
             if not message.copied:
                 self._count_left_out(step)
@@ -285,7 +307,7 @@ class JobPacing:
             self._decide_after(DECIDE_EVERY / 10 if early else max(DECIDE_EVERY, self._deciding / SHARE))
 
     def _check(self, rank: _Rank, message: Timings) -> None:
-        """Raise FormatError for numbers that cannot be."""
+        """Raise FormatError for numbers that cannot be, and for a step that nothing confirms yet."""
         say = f"rank {message.rank}, step {message.step}: "
         if len(message.events) % EVENT_BYTES:
             raise FormatError(f"{say}{len(message.events)} bytes of events are no multiple of {EVENT_BYTES}.")
@@ -302,6 +324,12 @@ class JobPacing:
             raise FormatError(f"{say}{copied} bytes copied of a snapshot of {rank.largest}.")
         if message.plan > MOST_GENERATION:
             raise FormatError(f"{say}a copy plan of generation {message.plan}.")
+        if max(message.lost, message.overruns) > MOST_COUNTED:
+            raise FormatError(f"{say}{message.lost} events lost, {message.overruns} windows overrun.")
+        before, rank.jumped = rank.jumped, -1
+        if message.step > known + JUMP and not 0 <= before < message.step <= before + JUMP:
+            rank.jumped = message.step
+            raise FormatError(f"{say}the job was at step {known} last; it counts once a next step confirms it.")
 
     def _count(self, message: Timings) -> None:
         add = self._job.counters.add
@@ -372,11 +400,10 @@ class JobPacing:
         plan, rank = decision.plans.get(number), self._ranks.get(number)
         if plan is None or rank is None or self._token is None:
             return
-        token = WireToken(self._token.epoch, self._token.incarnation)
-        rank.plan = CopyPlan(
-            token=token,
+        made = CopyPlan(
+            token=WireToken(self._token.epoch, self._token.incarnation),
             rank=number,
-            generation=0,
+            generation=rank.generation + 1,
             rung=plan.rung,
             windows=list(plan.windows),
             further=plan.further,
@@ -385,8 +412,18 @@ class JobPacing:
             budget=self._fence_budget,
             why=(plan.why or decision.why)[:4000],
         )
+        try:
+            # As the rank will read it, before it takes the place of a plan that can be sent at any time.
+            codec.decode_reply([codec.encode(made)])
+        except (BaftError, OverflowError) as error:
+            self._job.counters.add("plans_refused")
+            say = self._job.log.debug if rank.refused else self._job.log.warning
+            say("plan_refused", rank=number, why=str(error), note="the rank goes by the plan before, if it has one")
+            rank.refused = True
+            return
+        rank.plan, rank.refused = made, False
         self._job.counters.add("copy_plans")
-        self._send(number, rank, rank.generation + 1)
+        self._send(number, rank, made.generation)
 
     def _send(self, number: int, rank: _Rank, generation: int) -> None:
         """Send the rank's plan under a generation, and remember it for one that is away."""

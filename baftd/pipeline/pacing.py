@@ -144,8 +144,8 @@ def pace_for(left: float, facts: RankFacts) -> int:
     computing = max(facts.step - low(facts.usable), facts.step / 10)
     if computing <= 0:
         return _whole(facts.beside)
-    pace = _whole(ceil(min(left / computing * facts.hurry, facts.beside, NO_LIMIT) / _MIB))
-    return _MIB * max(1, min(pace, NO_LIMIT // _MIB))
+    pace = min(left / computing * facts.hurry, facts.beside, NO_LIMIT) / _MIB
+    return _MIB * min(max(1, ceil(pace) if pace > 0 else 0), NO_LIMIT // _MIB)
 
 
 def timed_plan(

@@ -33,6 +33,7 @@ JOB_COUNTERS: Mapping[str, str] = {
     "intervals_shortened": "changes of the job's interval to fewer steps",
     "divided_anew": "divisions of replicated ranges that were replaced by a better one",
     "copy_plans": "copy plans made for ranks of this node",
+    "plans_refused": "copy plans that could not be made a message of: the rank goes by the one before",
     "overruns": "windows that closed before their share was copied",
     "fence_waits": "steps of ranks whose fence waited for bytes that were not copied yet",
     "bytes_in_windows": "bytes of snapshots copied inside windows",
@@ -54,6 +55,10 @@ DAEMON_COUNTERS: Mapping[str, str] = {
 }
 """Counters of one daemon."""
 
+MOST = (1 << 53) - 1
+"""At which a counter stays: the largest number that a message takes. Some hundred GB a step come to it in a week."""
+
+
 class Counters:
     """Thread-safe counters over one of the tables above; a name that is not in the table is a `KeyError`."""
 
@@ -62,11 +67,11 @@ class Counters:
         self._values = dict.fromkeys(table, 0)
 
     def add(self, name: str, count: int = 1) -> None:
-        """Add `count` (not negative) to `name`."""
+        """Add `count` (not negative) to `name`, up to `MOST`."""
         if count < 0:
             raise ValueError(f"counter {name} cannot go down by {-count}")
         with self._lock:
-            self._values[name] += count
+            self._values[name] = min(MOST, self._values[name] + count)
 
     def __getitem__(self, name: str) -> int:
         return self._values[name]

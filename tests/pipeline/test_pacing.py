@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf, nan
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baftd.errors import ProtocolError
 from baftd.pipeline.interval import Interval
 from baftd.pipeline.ladder import RUNGS, Budget, SecondCosts, choose, options
 from baftd.pipeline.pacing import (
     BLOCK,
     NO_LIMIT,
     RankFacts,
+    RankPlan,
     copy_plan,
     expected_left,
     pace_for,
@@ -24,8 +26,10 @@ from baftd.pipeline.pacing import (
     window_bytes,
 )  # fmt: skip
 from baftd.pipeline.profile import WAKE
+from baftd.wire.codec import decode_reply, encode
+from baftd.wire.messages import CopyPlan, WireToken
 
-MB = 10**6
+MB, MIB = 10**6, 1 << 20
 FREE = SecondCosts(0.0, 0.0)
 BUDGET = Budget(0.01)
 
@@ -97,6 +101,51 @@ def test_clock_anchored_windows_lie_within_their_gaps_and_hold_no_more_than_the_
     for begin, end, granted in found:
         assert granted > 0
         assert any(first * 1e9 <= begin + 1 and end <= last * 1e9 + 1 for first, last in spans)
+
+
+# ---------------------------------------------------------------- numbers that cannot be
+
+_absurd = st.one_of(st.floats(0, 1e308), st.sampled_from([inf, nan, 2.0**53, 2.0**64, 7e22]))
+_sizes = st.integers(0, 1 << 80)
+
+
+def _on_the_wire(plan: RankPlan) -> None:
+    """A rank can read it."""
+    sent = CopyPlan(
+        token=WireToken(1, "a" * 32), rank=0, generation=1, rung=plan.rung, windows=list(plan.windows),
+        further=plan.further, outside=plan.outside, timed=list(plan.timed),
+    )  # fmt: skip
+    assert decode_reply([encode(sent)]) == sent
+    assert 0 <= plan.left <= NO_LIMIT
+
+
+def test_what_a_message_takes_is_no_limit() -> None:
+    _on_the_wire(RankPlan((NO_LIMIT,), NO_LIMIT, NO_LIMIT, NO_LIMIT, timed=((NO_LIMIT, NO_LIMIT, NO_LIMIT),)))
+    with pytest.raises(ProtocolError):
+        _on_the_wire(RankPlan((NO_LIMIT + 1,)))
+
+
+@settings(deadline=None)
+@given(seconds=_absurd, rate=_absurd, spend=st.floats(0, 1), outside=_sizes, left=_sizes)
+def test_no_number_of_a_plan_is_beyond_what_a_message_takes(
+    seconds: float, rate: float, spend: float, outside: int, left: int
+) -> None:
+    granted = window_bytes(seconds, rate, spend)
+    assert 0 <= granted <= NO_LIMIT
+    assert granted % BLOCK == 0
+    absurd = facts(windows=(seconds, 0.05), usable=(seconds,) * 3, rate=rate, rate_outside=rate, step=seconds)
+    assert 0 <= sure_bytes(absurd, spend) <= NO_LIMIT
+    _on_the_wire(copy_plan(absurd, spend, outside=outside, left=left))
+    _on_the_wire(RankPlan(outside=pace_for(float(left), absurd)))
+    _on_the_wire(RankPlan(outside=pace_for(rate, absurd)))
+    _on_the_wire(RankPlan(timed=timed_plan([(0.0, seconds), (seconds, 2 * seconds)], left, rate, spend)))
+
+
+def test_a_copy_of_no_time_is_granted_no_more_than_there_is() -> None:
+    """2^64 - 1 bytes in 51 us."""
+    rate = (2**64 - 1) / 51e-6
+    assert window_bytes(0.2, rate, 0.95) == NO_LIMIT // BLOCK * BLOCK
+    assert pace_for(1e30, facts(rate_outside=rate)) == NO_LIMIT // MIB * MIB
 
 
 # ---------------------------------------------------------------- the ladder
