@@ -10,7 +10,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from baftd.daemon.pacing import JobPacing
+from baftd.checkpoint.facts import Cadence
+from baftd.daemon.pacing import Told
 from baftd.errors import BaftError
 from baftd.pipeline.foretell import times_of
 from baftd.pipeline.operations import GapKind, Schedule, StageTimes, Times
@@ -31,37 +32,53 @@ SMALL = 0.005
 """Part of the step: gaps of one kind that are shorter, predicted and measured, say nothing about the model."""
 
 
-def pacing_status(job: JobOnNode) -> PacingStatus | None:
-    """What has been decided for a job, and why; None before a rank has told how long its steps take."""
-    pacing = job.pacing
-    decision, view = pacing.decision, pacing.view
-    if decision is None or pacing.newest < 0:
+def pacing_status(job: JobOnNode, told: Told | None = None) -> PacingStatus | None:
+    """What has been decided for a job, and why; None before a rank has told how long its steps take.
+
+    told: of the start that is meant; None: the running one."""
+    failures = job.pacing.failures
+    if told is None and job.pacing.ranks:
+        told = job.pacing.told
+    decision = told.governor.decision if told is not None else None
+    if told is None or decision is None or told.newest < 0:
         return None
-    cadence = view.cadence.at(pacing.newest + 1) if view is not None else None
+    view = told.view
+    published = view.cadence if view is not None else Cadence(0, decision.interval, decision.probe)
+    cadence = published.at(told.newest + 1)
     by = view.cadence_by if view is not None else None
-    measured, failures = pacing.governor.overhead, pacing.failures
+    measured = told.governor.estimate
     here = by is None or by.node == job.context.node
+    coming, from_step = published.every, published.from_step
+    if decision.interval > published.every:
+        coming, from_step = decision.interval, 0
+    changes = coming != cadence.every
+    # What a snapshot costs, to be spread over each interval: a part belongs to the interval that it stands beside.
+    once = decision.expected * told.spread
     return PacingStatus(
-        interval=cadence.every if cadence is not None else decision.interval,
+        interval=cadence.every,
+        fixed=job.context.settings.interval is not None,
+        next_interval=coming if changes else 0,
+        next_step=from_step if changes else 0,
+        next_expected=once / coming if changes else 0.0,
         rung=decision.rung,
         why=(decision.why if here or by is None else by.why)[:4000],
         slowest=decision.slowest if by is None else by.rank,
         slowest_node=job.context.node if by is None else by.node,
         step_seconds=decision.step_seconds,
         budget=job.context.settings.overhead_budget,
-        expected=decision.expected,
-        overhead=measured.value if measured is not None else None,
-        overhead_error=measured.error if measured is not None else None,
+        expected=once / cadence.every,
+        overhead=measured.value / cadence.every if measured is not None else None,
+        overhead_error=measured.error / cadence.every if measured is not None else None,
         pairs=measured.pairs if measured is not None else 0,
-        probe=cadence.probe if cadence is not None else decision.probe,
+        probe=cadence.probe,
         failures=failures.count,
         young_daly=failures.young_daly(),
-        ranks=[_rank(pacing, rank) for rank in pacing.ranks],
+        ranks=[_rank(told, rank) for rank in told.setups],
     )
 
 
-def _rank(pacing: JobPacing, rank: int) -> RankPacing:
-    found = pacing.governor.summary(rank)
+def _rank(told: Told, rank: int) -> RankPacing:
+    found = told.governor.summary(rank)
     return RankPacing(
         rank=rank,
         rung=found.rung or WITHOUT_PLAN,
@@ -77,15 +94,13 @@ def _rank(pacing: JobPacing, rank: int) -> RankPacing:
     )
 
 
-async def bubbles(job: JobOnNode, message: BubblesRequest) -> BubblesReply:
-    """Predicted and measured gaps of every rank of this node."""
-    pacing = job.pacing
+async def bubbles(job: JobOnNode, told: Told, message: BubblesRequest) -> BubblesReply:
+    """Predicted and measured gaps of every rank of this node, in the start that `told` is of."""
     reply = BubblesReply(
-        id=message.id, job=job.name, epoch=job.core.history.epoch, steps=0, schedule="", rows=[],
-        pacing=pacing_status(job),
-    )  # fmt: skip
-    setups = {rank: setup for rank in pacing.ranks if (setup := pacing.setup(rank)) is not None}
-    profiles = {rank: pacing.governor.profile(rank) for rank in setups}
+        id=message.id, job=job.name, epoch=told.epoch, steps=0, schedule="", rows=[], pacing=pacing_status(job, told)
+    )
+    setups = told.setups
+    profiles = {rank: told.governor.profile(rank) for rank in setups}
     reply.steps = min((profile.steps for profile in profiles.values()), default=0)
     schedules = {rank: setup.schedule for rank, setup in setups.items() if setup.schedule is not None}
     reply.schedule = ", ".join(dict.fromkeys(_said(schedule) for schedule in schedules.values()))
@@ -94,7 +109,7 @@ async def bubbles(job: JobOnNode, message: BubblesRequest) -> BubblesReply:
     for profile in profiles.values():
         stages.update(profile.stage_times())
     barrier = any(gaps[COLLECTIVE].seconds > 0 for gaps in measured.values() if COLLECTIVE in gaps)
-    step = pacing.decision.step_seconds if pacing.decision is not None else 0.0
+    step = told.governor.decision.step_seconds if told.governor.decision is not None else 0.0
     predicted: dict[int, Mapping[str, float]] = {}
     for schedule in dict.fromkeys(schedules.values()):
         places = {rank: setups[rank].place for rank in schedules if schedules[rank] == schedule}

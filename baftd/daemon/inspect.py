@@ -99,14 +99,21 @@ class Inspector:
     async def _told(self, message: BubblesRequest | TraceRequest) -> BubblesReply | TraceReply:
         """What ranks have told of their steps."""
         job = self._jobs.get(message.job)
-        if job is None or not job.pacing.ranks:
+        if job is None:
             raise UsageError(
-                f"no rank of job {message.job} has declared anything to this daemon on node {self._context.node}.",
+                f"job {message.job} has nothing on node {self._context.node}: no rank, and no snapshot in memory.",
+                hint="With a job that finishes goes what its ranks have told. `baftd status` shows what is there.",
+            )
+        told = job.pacing.told
+        if told is None:
+            raise UsageError(
+                f"no rank of job {message.job} has declared anything on node {self._context.node} since this daemon "
+                f"started, {self._context.clock() - self._started:.0f} s ago.",
                 hint="They do at their first boundary; `baftd status` shows what runs.",
             )
         if isinstance(message, BubblesRequest):
-            return await bubbles(job, message)
-        return job.pacing.traces.reply(message, self._context.node, job.core.history.epoch, job.spans)
+            return await bubbles(job, told, message)
+        return told.traces.reply(message, self._context.node, told.epoch, job.spans)
 
     async def known(self) -> set[str]:
         """Jobs that have left a trace: in memory, in the history, in the durable tier."""

@@ -19,29 +19,32 @@ __all__ = ["describe_layout"]
 
 
 async def describe_layout(context: Context, jobs: Mapping[str, JobOnNode], message: LayoutRequest) -> LayoutReply:
-    """Answer a `LayoutRequest`. Raises `UsageError` for a job of which no rank has declared anything here."""
+    """Answer a `LayoutRequest`. Raises `UsageError` for a job of which no rank has declared anything here.
+
+    Of the newest start whose ranks have declared: after a crash, and until a next start is that far, the last one."""
     job = jobs.get(message.job)
-    head = job.core.history.head if job is not None else None
     records = _declared(job) if job is not None else {}
-    if job is None or head is None or not records:
+    if job is None or not records:
         raise UsageError(
             f"no rank of job {message.job} has declared its tensors on node {context.node}.",
             hint="They do at their first boundary; `baftd status` shows what runs.",
         )
+    first = next(iter(records.values()))
+    epoch, world = token_from(first["token"]).epoch, int(first["world"])
     reply = LayoutReply(
         id=message.id,
         job=job.name,
-        epoch=head.token.epoch,
-        world=head.world,
+        epoch=epoch,
+        world=world,
         layout=b"",
         ranks=[_rank(context, record) for _, record in sorted(records.items())],
-        missing=[rank for rank in range(head.world) if rank not in records],
+        missing=[rank for rank in range(world) if rank not in records],
         slots=context.slots,
         durable=context.tier is not None,
     )
     if reply.missing:
         where = "" if not context.coordinator.several_nodes else f" on node {context.node}"
-        reply.problem = f"{name_ranks(reply.missing)} of {head.world} have declared nothing{where} yet."
+        reply.problem = f"{name_ranks(reply.missing)} of {world} have declared nothing{where} yet."
         return reply
     tensors, unknown = await context.workers.urgent(_tensors, job, records)
     if unknown:
@@ -70,8 +73,10 @@ def _encode(tensors: Mapping[int, list[TensorEntry]], reply: LayoutReply) -> byt
 
 
 def _declared(job: JobOnNode) -> dict[int, Record]:
-    """What the processes of the newest start have declared."""
-    return {rank: record for rank, record in job.layouts.items() if token_from(record["token"]) == job.token}
+    """What the processes of the newest start have declared, of those of which any has."""
+    tokens = {rank: token_from(record["token"]) for rank, record in job.layouts.items()}
+    newest = max(tokens.values(), key=lambda token: token.epoch, default=None)
+    return {rank: job.layouts[rank] for rank, token in tokens.items() if token == newest}
 
 
 def _rank(context: Context, record: Record) -> RankLayout:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median_low
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from baftd.daemon.clients import Client
     from baftd.daemon.job import JobOnNode
 
-__all__ = ["JobPacing"]
+__all__ = ["JobPacing", "Told"]
 
 DECIDE_EVERY = 1.0
 """Seconds between two decisions; a tenth of it for the first steps of a job, more where deciding takes longer than
@@ -90,6 +90,21 @@ class _Proposal(NamedTuple):
     rung: str
 
 
+class Told(NamedTuple):
+    """What the ranks of one start have told, and what was decided for them."""
+
+    epoch: int
+    setups: Mapping[int, RankSetup]
+    governor: Governor
+    traces: TraceStore
+    newest: int
+    """See `JobPacing.newest`."""
+    view: JobView | None
+    """The coordinator's last word in that start."""
+    spread: int
+    """Steps over which the decision's `expected` is spread."""
+
+
 class JobPacing:
     """See the module's docstring. One job; belongs to the event loop."""
 
@@ -112,6 +127,9 @@ class JobPacing:
         self._newest = -1
         """See `newest`."""
         self._view: JobView | None = None
+        self._spread = 1
+        self._earlier: Told | None = None
+        """Of the last start whose ranks declared, until ranks of a newer one do: after a crash one wants to see it."""
         self._proposed: _Proposal | None = None
         self._proposing = False
         self._unlearnt = self._learning = False
@@ -140,6 +158,7 @@ class JobPacing:
 
         A plan for it is made at once, as far as its schedule foretells its windows."""
         self._begin(token)
+        self._earlier = None
         known = self._ranks.get(rank)
         schedule = known.setup.schedule if known is not None and known.said == said else None
         setup = RankSetup(
@@ -187,15 +206,17 @@ class JobPacing:
         return {rank: one.said for rank, one in self._ranks.items() if one.said is not None}
 
     def _begin(self, token: Token) -> None:
-        """Forget what belonged to another start: its ranks, their steps and plans."""
+        """Put away what belonged to another start: its ranks, their steps and plans."""
         if token == self._token:
             return
+        self._earlier = self.told
         self._token = token
         self._ranks.clear()
-        self.traces.forget()
+        self.traces = TraceStore()
         self.governor = self._new_governor()
         self._thinning = Thinning()
         self._newest = -1
+        self._spread = 1
         self._proposed = None
         if self._view is not None:
             self._tell_governor(self._view)
@@ -204,6 +225,14 @@ class JobPacing:
         """What a rank has declared; None: nothing in this start of the job."""
         known = self._ranks.get(rank)
         return known.setup if known is not None else None
+
+    @property
+    def told(self) -> Told | None:
+        """What is known of the newest start whose ranks have declared here; they may be gone. None: none has."""
+        if not self._ranks or self._token is None:
+            return self._earlier
+        setups = {rank: one.setup for rank, one in sorted(self._ranks.items())}
+        return Told(self._token.epoch, setups, self.governor, self.traces, self.newest, self._view, self._spread)
 
     @property
     def decision(self) -> Decision | None:
@@ -385,6 +414,9 @@ class JobPacing:
         began = time.thread_time()
         decision = self.governor.decide()
         self._deciding = time.thread_time() - began
+        if self.governor.decision is not None:
+            published = self._view.cadence.every if self._view is not None else 1
+            self._spread = max(self.governor.decision.interval, published)
         if decision is not None:
             for number in decision.changed:
                 self._plan(number, decision)
@@ -474,10 +506,10 @@ class JobPacing:
         view, before = self._job.view, self._view
         if view is None or view is before:
             return
+        if view.token is not None and self._token is not None:
+            self._begin(view.token)  # before the view counts: what is put away keeps its own
         self._view = view
         self.failures.viewed(view, self._clock())
-        if view.token is not None and self._token is not None:
-            self._begin(view.token)
         if before is None or before.cadence != view.cadence:
             self._tell_governor(view)
         cadence, by = view.cadence, view.cadence_by
