@@ -261,16 +261,20 @@ class Checkpointer:
         self._fenced_by_hand = self._begun = self._fenced = False
         hooks.forget()
         self.waits.boundary()
-        if not force and not session.due(self._step):
+        due = force or session.due(self._step)
+        if not due and not session.undeclared:
             session.pass_by(self._step)
             return
         reason = self._unready(interrupted, moved)
+        if reason and not due:
+            session.pass_by(self._step)
+            return
         if reason:
             self._skip(reason)
             return
         try:
             sources = self._state.refresh()
-            small = self._small()
+            small = self._small() if due else self._small_in_between()
         except BaftError as problem:
             self._skip(str(problem), problem)
             return
@@ -343,6 +347,15 @@ class Checkpointer:
         small["extra"] = self._extra.state()
         small["rng"] = _rng.capture(self._generators)
         return small
+
+    def _small_in_between(self) -> dict[str, Any]:
+        """The same where the cadence takes no snapshot: a run that is not resumed would not be asked at this step, and
+        both must draw the same random numbers."""
+        before = _rng.capture(self._generators)
+        try:
+            return self._small()
+        finally:
+            _rng.restore(before, self._generators)
 
     # ------------------------------------------------------------ restore
 

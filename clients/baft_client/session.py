@@ -226,6 +226,11 @@ class Session(Described):
         """Whether `boundary(step)` would want a snapshot; an adapter need not collect its sources where not."""
         return self._phase == "training" and not self._pausing and not self.fenced and self._standing.due(step)
 
+    @property
+    def undeclared(self) -> bool:
+        """Whether `boundary` wants the sources though no snapshot is `due`: the daemon knows nothing of the job yet."""
+        return self._phase == "training" and not self._pausing and not self.fenced and self._snapshots.undeclared
+
     def taken(self, step: int) -> bool:
         """Whether a snapshot of `step` was begun and has not been dropped since. Where not, `boundary(force=True)` may
         still take it, as long as the state has not changed."""
@@ -256,7 +261,8 @@ class Session(Described):
         recheck: Callable[[], Iterable[tuple[int, ...]]] | None = None,
         force: bool = False,
     ) -> Outcome:
-        """A step is complete: begin its snapshot, where the cadence takes it.
+        """A step is complete: begin its snapshot, where the cadence takes it. The first one after `resume` declares the
+        layout even where it does not.
 
         Volatile sources and `small` are copied before this returns; stable ones by the engine until the fence.
 
@@ -289,7 +295,7 @@ class Session(Described):
                 return self._skips.skip(step, "paused", "training is paused")
             return self._snapshots.begin(step, updates, sources, small, recheck, began=began, force=force)
 
-        return self._pass(step, begin, force=force)
+        return self._pass(step, begin, lambda: self._snapshots.declare_early(step, sources, small), force=force)
 
     def pass_by(self, step: int) -> None:
         """A boundary that is not `due`, for an adapter that has collected nothing for it.
@@ -303,8 +309,16 @@ class Session(Described):
             why = "word of a cadence that takes it came at the last moment"
             self._pass(step, lambda began: self._skips.skip(step, "cadence", why))
 
-    def _pass(self, step: int, begin: Callable[[float], Outcome], *, force: bool = False) -> Outcome:
-        """A boundary: one period ends, another begins. `begin` is called where the cadence takes the step."""
+    def _pass(
+        self,
+        step: int,
+        begin: Callable[[float], Outcome],
+        declare: Callable[[], None] | None = None,
+        *,
+        force: bool = False,
+    ) -> Outcome:
+        """A boundary: one period ends, another begins. `begin` is called where the cadence takes the step, `declare`
+        where it does not and nothing is declared yet."""
         began, began_ns = self._clock(), time.monotonic_ns()
         snapshots = self._snapshots
         self._check_gate()
@@ -317,6 +331,9 @@ class Session(Described):
         outcome = Outcome(OutcomeKind.NOT_DUE, step)
         if self._standing.takes(step, force=force):
             outcome = snapshots.guard(step, lambda: begin(began))
+            self._counters.held_seconds += self._clock() - began
+        elif declare is not None and self.undeclared:
+            declare()
             self._counters.held_seconds += self._clock() - began
         if self._pausing:
             self._periods.apart = True

@@ -96,6 +96,8 @@ class Snapshotting:
         self._armed = False
         """A snapshot was begun in this period."""
         self._declare_error: BaftError | None = None
+        self._early = True
+        """The layout may be declared before the first snapshot is due."""
         self._sources: tuple[str, ...] = ()
         """Those whose windows were to come in this period."""
         self._came = True
@@ -205,6 +207,29 @@ class Snapshotting:
             token=token, rank=self._identity.rank, step=step, slot=grant.slot, generation=grant.generation
         )
         return Outcome(OutcomeKind.BEGAN, step)
+
+    @property
+    def undeclared(self) -> bool:
+        """Whether `declare_early` is wanted now."""
+        if not self._early or self._layout.writer is not None:
+            return False
+        return self._standing.token is not None and self._link.state is LinkState.UP
+
+    def declare_early(self, step: int, sources: Sequence[Source], small: object) -> None:
+        """Agree on a layout at a boundary that takes no snapshot, so that slots which do not fit are told of now, not
+        hours later, and the daemon knows of the job. Tried once: a refusal is repeated where a snapshot is due."""
+        token, self._early = self._standing.token, False
+        assert token is not None
+        problem: Exception | None
+        try:
+            problem = self._declare(token, sources, len(state_tree.encode(small)))
+        except Exception as error:  # noqa: BLE001 - nothing of ours reaches the training loop, and no snapshot is lost
+            problem = error
+        if isinstance(problem, TryAgain):
+            self._early = True  # other ranks have not declared yet
+        elif problem is not None:
+            note = "no snapshot can be taken as it is; tried again when the first one is due"
+            self._log.warning("not_declared", step=step, why=f"{type(problem).__name__}: {problem}", note=note)
 
     def _pace(self) -> int | None:
         """Bytes a second outside of windows, 0 for none; None: the engine copies all the time at full speed.

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from baft_client.source import OutcomeKind
-from baftd.wire.messages import Begin, Cadence, Skip
+from baftd.errors import NoRoom, TryAgain
+from baftd.wire.messages import Begin, Cadence, Declare, Skip, Timings
+from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
 from tests.support.trainer import Places, Trainer
 
@@ -57,3 +63,80 @@ def test_a_step_that_was_forced_is_not_called_left_out(where: Places) -> None:
         assert trainer.one_step().kind is OutcomeKind.SEALED
         assert daemon.wait_for(Begin, count=4)[-1].step == 16
         assert not [message for message in daemon.received if isinstance(message, Skip)]
+
+
+# ---------------------------------------------------------------- the first boundary, where the cadence leaves it out
+
+
+def early(where: Places, daemon: ScriptedDaemon) -> Trainer:
+    """A rank that knows before its first boundary that only every 10th step is taken."""
+    trainer = Trainer(where).join()
+    assert daemon.token is not None
+    daemon.push(Cadence(token=daemon.token, from_step=0, every=10))
+    soon(lambda: not trainer.session.due(1), "the cadence is heard of")
+    return trainer
+
+
+def test_the_layout_is_declared_at_the_first_boundary_though_no_snapshot_is_due(where: Places) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon) as trainer:
+        session = trainer.session
+        assert session.undeclared
+        for _ in range(9):
+            assert trainer.one_step().kind is OutcomeKind.NOT_DUE
+            assert not session.undeclared
+        assert len(daemon.wait_for(Declare)) == session.counters.declares == 1
+        assert trainer.one_step().kind is OutcomeKind.SEALED
+        assert session.counters.declares == session.counters.began == 1
+        assert session.counters.skipped == {}
+        heard = daemon.wait_for(Timings, count=8)
+        assert [message.step for message in heard[:8]] == list(range(1, 9)), "the daemon knows of every period"
+        assert not [message for message in daemon.received if isinstance(message, Skip)]
+
+
+def test_nothing_is_declared_early_while_it_is_paused(where: Places) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon) as trainer:
+        with trainer.session.paused():
+            assert not trainer.session.undeclared
+            trainer.one_step()
+        assert trainer.session.counters.declares == 0
+        trainer.one_step()
+        assert trainer.session.counters.declares == 1
+
+
+def test_slots_that_do_not_fit_are_told_of_at_once_and_tried_again_when_due(
+    where: Places, caplog: pytest.LogCaptureFixture
+) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon) as trainer, caplog.at_level(logging.WARNING):
+        daemon.refuse[Declare] = NoRoom("12 GB are needed")
+        for _ in range(9):
+            assert trainer.one_step().kind is OutcomeKind.NOT_DUE
+        assert len(daemon.wait_for(Declare)) == 1
+        said = [record.getMessage() for record in caplog.records if "12 GB are needed" in record.getMessage()]
+        assert len(said) == 1
+        assert trainer.session.counters.skipped == {}
+        assert not [message for message in daemon.received if isinstance(message, Skip)], "no step is dead for it"
+        daemon.refuse.clear()
+        trainer.session._snapshots.declare_again = 0.0
+        assert trainer.one_step().kind is OutcomeKind.SEALED
+
+
+def test_early_it_waits_for_other_ranks_from_boundary_to_boundary(where: Places) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon) as trainer:
+        daemon.refuse[Declare] = TryAgain("rank 1 has not declared yet")
+        trainer.one_step()
+        assert trainer.session.undeclared
+        daemon.refuse.clear()
+        trainer.one_step()
+        assert trainer.session.counters.declares == 1
+        assert trainer.session.counters.skipped == {}
+
+
+def test_small_state_that_is_no_data_costs_no_step_before_one_is_due(where: Places) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon) as trainer:
+        trainer.small["bad"] = object()
+        assert trainer.one_step().kind is OutcomeKind.NOT_DUE
+        del trainer.small["bad"]
+        for _ in range(8):
+            trainer.one_step()
+        assert trainer.one_step().kind is OutcomeKind.SEALED
+        assert trainer.session.counters.skipped == {}

@@ -23,7 +23,7 @@ from baftd.errors import (
     UnsupportedTensor,
     UsageError,
 )
-from tests.support.daemon import Daemon, RunDirs, look_for
+from tests.support.daemon import Daemon, RunDirs, look_for, wait_until
 
 
 class Loop:
@@ -157,6 +157,40 @@ def test_steps_that_the_cadence_leaves_out_cost_nothing_and_the_last_is_still_sa
             train(ckpt, loop, 5)
             assert ckpt.counters.sealed == 1
         assert resumed(daemon)[0] == 5
+
+
+def test_the_job_is_known_from_its_first_boundary_on_and_draws_no_other_numbers(run_dirs: RunDirs) -> None:
+    """Nothing is due before step 20: the layout is declared all the same, and what the loop left out is counted."""
+    with Daemon(run_dirs, interval="20 steps") as daemon:
+        loop, other = Loop(), Loop()
+
+        class Drawing:
+            def state_dict(self) -> dict[str, float]:
+                return {"drawn": float(torch.rand(()))}
+
+            def load_state_dict(self, state: dict[str, float]) -> None:
+                pass
+
+        torch.manual_seed(5)
+        expected = [other.update() for _ in range(6)]
+        torch.manual_seed(5)
+        with attached(daemon, loop, extra={"drawing": Drawing()}) as ckpt:
+            ckpt.resume()
+            torch.manual_seed(5)
+            ckpt.step()
+            assert ckpt.counters.declares == 0, "no update yet: the optimizer's tensors are not known"
+            losses = train(ckpt, loop, 1)
+            assert (ckpt.counters.declares, ckpt.counters.began) == (1, 0)
+            losses += train(ckpt, loop, 5)
+            assert losses == expected
+            assert (ckpt.counters.declares, ckpt.counters.began, ckpt.counters.skipped) == (1, 0, {})
+            ckpt._session._link._wake()
+
+            def left_out() -> int:
+                (job,) = daemon.status().jobs
+                return job.counters["left_out"]
+
+            wait_until(lambda: left_out() == 6, lambda: f"{left_out()}")  # all but the step that goes on
 
 
 def test_finish_right_after_resume_needs_no_new_snapshot(daemon: Daemon) -> None:
