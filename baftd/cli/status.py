@@ -95,7 +95,9 @@ def _print_job(job: JobStatus) -> None:
             step = job.committed[tier]
             behind = job.highest_step - step
             say(f"  committed({tier}): step {step}" + (f", {behind} behind" if behind > 0 else ""))
-    if not job.committed:
+    if job.restored is not None:
+        say(f"  goes on from step {job.restored}, which is kept until epoch {job.epoch} has committed one")
+    elif not job.committed:
         say("  committed: nothing yet")
     counters = {_SHOWN.get(name, name): count for name, count in job.counters.items() if count}
     if counters:

@@ -185,6 +185,7 @@ class Inspector:
             durable_failure=self._durable.last_failure.get(job.name, "")[:4000] if self._durable is not None else "",
             held_ms_median=statistics.median(held) if held else 0.0,
             slot_bytes=job.files.usage(),
+            restored=view.restored.step if view is not None and view.restored is not None else None,
             pacing=pacing_status(job),
         )
 

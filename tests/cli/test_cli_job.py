@@ -104,6 +104,8 @@ def test_the_life_of_a_job(job_daemon: Daemon, cli: Cli) -> None:
         assert code == 0, err
         assert f"step {newest} " in out
         assert "next resume()" in out
+        assert f"goes on from step {newest}, which is kept" in cli("status")[1]
+        assert cli.json("status")[1]["jobs"][0]["restored"] == newest
         second = Run(job_daemon, newest + 50, 2)
         runs.append(second)
         assert second.end() == 0, second.text

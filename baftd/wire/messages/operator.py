@@ -115,6 +115,9 @@ class JobStatus(Struct):
     """Why the last durable write failed; empty where the last one did not."""
     held_ms_median: float = 0.0
     slot_bytes: Count = 0
+    restored: Count | None = None
+    """Step that the present epoch began from, kept until it has committed one of its own; None: it has, or began
+    afresh."""
     pacing: PacingStatus | None = None
     """None: no rank has told how long its steps take."""
 
