@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from baftd.checkpoint.cadence import Cadence
 from baftd.checkpoint.identity import Token
 from baftd.errors import RankError
 from baftd.memory.processes import Liveness, watch
@@ -50,6 +51,9 @@ class Client:
     """Message type -> id of a request whose answer comes later."""
     told: float = float("-inf")
     """When it was last told how such a request goes on."""
+    outdated: tuple[Cadence, float] | None = None
+    """The job's cadence, where the process goes by another, and when that was seen or it was last told. None: it
+    knows."""
 
     @property
     def key(self) -> tuple[str, str, int]:

@@ -48,6 +48,9 @@ TOUCH_RATE = 256 << 20
 """Bytes a second at which the pages of further slots are touched at least, while ranks train in the first."""
 AT_ONCE = 64 << 20
 """Bytes of slots that are touched before `Declared` is sent; of more only the first slot is."""
+TELL_AGAIN = 1.0
+"""Seconds for which a rank may go by another cadence than the job's until it is told again: word of it may be on its
+way."""
 
 
 def to_entry(entry: Entry) -> TensorEntry:
@@ -373,12 +376,29 @@ class Trainer:
     def timings(self, job: JobOnNode, client: Client, message: Timings) -> None:
         """What a rank did between two boundaries."""
         token = self.admit(job, client, message.token, message.rank)
+        self._check_cadence(job, client, token, message.cadence)
         try:
             job.pacing.timings(client, token, message)
         except FormatError:
             job.counters.add("timings_refused")
             raise
         self._divisions.reconsider(job)
+
+    def _check_cadence(self, job: JobOnNode, client: Client, token: Token, known: tuple[int, int, int]) -> None:
+        """Word of a cadence may be lost, and nothing else ever shows it: a rank that goes on without is told again."""
+        view, now = job.view, self._context.clock()
+        if view is None or view.token != token or not known[1]:
+            return
+        cadence = view.cadence
+        if known == (cadence.from_step, cadence.every, cadence.probe):
+            client.outdated = None
+        elif client.outdated is None or client.outdated[0] != cadence:
+            client.outdated = (cadence, now)
+        elif now - client.outdated[1] >= TELL_AGAIN:
+            client.outdated = (cadence, now)
+            job.counters.add("cadences_told_again")
+            job.log.debug("cadence_told_again", rank=client.rank, went_by=known, every=cadence.every)
+            self._context.server.send(client.peer, self.cadence(job, wire_token(token)))
 
     def _passed(self, job: JobOnNode, client: Client, step: int) -> None:
         client.step = max(client.step, step)

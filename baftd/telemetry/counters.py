@@ -27,6 +27,7 @@ JOB_COUNTERS: Mapping[str, str] = {
     "timings": "steps of ranks of this node of which timings came",
     "timings_refused": "timings that could not be, answered with an error",
     "events_lost": "events of steps for which a rank had no room",
+    "cadences_told_again": "times that a rank went by an outdated cadence and was told the job's once more",
     "left_out": "steps without a snapshot because the interval is longer than a step",
     "probes": "steps left without a snapshot to measure what snapshots cost",
     "intervals_lengthened": "changes of the job's interval to more steps",

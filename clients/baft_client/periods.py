@@ -122,7 +122,13 @@ class Periods:
         self._fenced = True
 
     def turn(
-        self, step: int, began: int, granted: Sequence[int], plan: CopyPlan | None, token: WireToken | None
+        self,
+        step: int,
+        began: int,
+        granted: Sequence[int],
+        plan: CopyPlan | None,
+        token: WireToken | None,
+        cadence: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         """The boundary of `step`, which began at `began`, is about to return: this period ends, the next begins.
 
@@ -132,6 +138,7 @@ class Periods:
             granted: budgets of the windows of the period that ends.
             plan: the one in force in the next period.
             token: to tell the daemon with; None: there is nobody to be told.
+            cadence: that this rank goes by, as `Timings` has it.
         """
         now = self._now()
         self._recorder.add(EventKind.BOUNDARY, -1, -1, began, now)
@@ -153,6 +160,7 @@ class Periods:
                 held_ns=self._held,
                 fence_ns=self._waited,
                 apart=self.apart,
+                cadence=cadence,
             )
             self._tell(partial(_finished, message, self.copied, granted, self._plan))
         self.step, self.begun, self.copied, self._plan = step, now, None, plan

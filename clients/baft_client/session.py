@@ -338,7 +338,8 @@ class Session(Described):
         if self._pausing:
             self._periods.apart = True
         heard = self._link.state is LinkState.UP and not self.fenced
-        self._periods.turn(step, began_ns, granted, snapshots.plan, self._standing.token if heard else None)
+        token = self._standing.token if heard else None
+        self._periods.turn(step, began_ns, granted, snapshots.plan, token, self._standing.cadence)
         snapshots.post_begun()
         return outcome
 

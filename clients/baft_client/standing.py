@@ -106,6 +106,12 @@ class Standing(Handler):
         with self.changed:
             return self._cadence is None or self._cadence.due(step)
 
+    @property
+    def cadence(self) -> tuple[int, int, int]:
+        """(from_step, every, probe) that this rank goes by; every 0: it has heard of none."""
+        known = self._cadence
+        return (0, 0, 0) if known is None else (known.from_step, known.every, known.probe)
+
     def takes(self, step: int, *, force: bool = False) -> bool:
         """The same at the boundary of `step`, or `force`: what is left out here is left out for good."""
         with self.changed:

@@ -65,6 +65,16 @@ def test_a_step_that_was_forced_is_not_called_left_out(where: Places) -> None:
         assert not [message for message in daemon.received if isinstance(message, Skip)]
 
 
+def test_each_period_tells_which_cadence_the_rank_goes_by(where: Places) -> None:
+    with where.daemon(every=10) as daemon, started(where, daemon) as trainer:
+        assert {message.cadence for message in daemon.wait_for(Timings, count=12)[1:]} == {(0, 10, 0)}
+        push(trainer, daemon, 21, 4, 3)
+        heard = len(daemon.wait_for(Timings))
+        trainer.one_step()
+        trainer.one_step()
+        assert daemon.wait_for(Timings, count=heard + 2)[-1].cadence == (21, 4, 3)
+
+
 # ---------------------------------------------------------------- the first boundary, where the cadence leaves it out
 
 

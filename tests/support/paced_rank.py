@@ -50,6 +50,8 @@ class PacedRank(WireRank):
         self.nbytes = nbytes
         self.plans: list[CopyPlan] = []
         self.cadences: list[Cadence] = []
+        self.loses = 0
+        """Messages of a cadence that never come to it."""
         self.at = 10**12 + 1000 * self.rank
         """ns of CLOCK_MONOTONIC: of a machine that began some minutes ago."""
 
@@ -57,6 +59,8 @@ class PacedRank(WireRank):
         reply = super()._next(deadline, what)
         if isinstance(reply, CopyPlan):
             self.plans.append(reply)
+        elif isinstance(reply, Cadence) and self.loses:
+            self.loses -= 1
         elif isinstance(reply, Cadence):
             self.cadences.append(reply)
         elif isinstance(reply, Declared):
@@ -93,6 +97,10 @@ class PacedRank(WireRank):
         newest = self.cadences[-1]
         earlier = tuple(Known(*one) for one in newest.earlier)
         return Known(newest.from_step, newest.every, newest.probe, earlier).due(step)
+
+    def _goes_by(self) -> tuple[int, int, int]:
+        newest = self.cadences[-1]
+        return newest.from_step, newest.every, newest.probe
 
     def tell(self, step: int, *, copied: bool | None = None) -> Timings:
         """What happened between the boundaries of `step` and the next."""
@@ -144,5 +152,5 @@ class PacedRank(WireRank):
         return Timings(
             token=self.token, rank=self.rank, step=step, begun=begun, period=at - begun,
             events=b"".join(map(pack_event, events)), plan=plan.generation if plan is not None else 0, copied=copied,
-            in_windows=inside, outside=outside, at_fence=left, fence_ns=held, held_ns=held,
+            in_windows=inside, outside=outside, at_fence=left, fence_ns=held, held_ns=held, cadence=self._goes_by(),
         )  # fmt: skip

@@ -75,6 +75,9 @@ class Timings(Message, tag="timings"):
     after its window, is another thing."""
     apart: bool = False
     """The loop did something else in it (`ckpt.paused()`): the period says nothing about training."""
+    cadence: tuple[Count, Count, Count] = (0, 0, 0)
+    """(from_step, every, probe) of the newest `Cadence` that the rank knows; every 0: it does not say. Where that is
+    not the job's, the daemon tells it again."""
 
 
 class CopyPlan(Message, tag="copy_plan"):
