@@ -52,21 +52,19 @@ def pacing_status(job: JobOnNode, told: Told | None = None) -> PacingStatus | No
     if decision.interval > published.every:
         coming, from_step = decision.interval, 0
     changes = coming != cadence.every
-    # What a snapshot costs, to be spread over each interval: a part belongs to the interval that it stands beside.
-    once = decision.expected * told.spread
     return PacingStatus(
         interval=cadence.every,
         fixed=job.context.settings.interval is not None,
         next_interval=coming if changes else 0,
         next_step=from_step if changes else 0,
-        next_expected=once / coming if changes else 0.0,
+        next_expected=decision.snapshot / coming if changes else 0.0,
         rung=decision.rung,
         why=(decision.why if here or by is None else by.why)[:4000],
         slowest=decision.slowest if by is None else by.rank,
         slowest_node=job.context.node if by is None else by.node,
         step_seconds=decision.step_seconds,
         budget=job.context.settings.overhead_budget,
-        expected=once / cadence.every,
+        expected=decision.snapshot / cadence.every,
         overhead=measured.value / cadence.every if measured is not None else None,
         overhead_error=measured.error / cadence.every if measured is not None else None,
         pairs=measured.pairs if measured is not None else 0,

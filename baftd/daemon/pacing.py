@@ -101,8 +101,6 @@ class Told(NamedTuple):
     """See `JobPacing.newest`."""
     view: JobView | None
     """The coordinator's last word in that start."""
-    spread: int
-    """Steps over which the decision's `expected` is spread."""
 
 
 class JobPacing:
@@ -127,7 +125,6 @@ class JobPacing:
         self._newest = -1
         """See `newest`."""
         self._view: JobView | None = None
-        self._spread = 1
         self._earlier: Told | None = None
         """Of the last start whose ranks declared, until ranks of a newer one do: after a crash one wants to see it."""
         self._proposed: _Proposal | None = None
@@ -216,7 +213,6 @@ class JobPacing:
         self.governor = self._new_governor()
         self._thinning = Thinning()
         self._newest = -1
-        self._spread = 1
         self._proposed = None
         if self._view is not None:
             self._tell_governor(self._view)
@@ -232,7 +228,7 @@ class JobPacing:
         if not self._ranks or self._token is None:
             return self._earlier
         setups = {rank: one.setup for rank, one in sorted(self._ranks.items())}
-        return Told(self._token.epoch, setups, self.governor, self.traces, self.newest, self._view, self._spread)
+        return Told(self._token.epoch, setups, self.governor, self.traces, self.newest, self._view)
 
     @property
     def decision(self) -> Decision | None:
@@ -414,9 +410,6 @@ class JobPacing:
         began = time.thread_time()
         decision = self.governor.decide()
         self._deciding = time.thread_time() - began
-        if self.governor.decision is not None:
-            published = self._view.cadence.every if self._view is not None else 1
-            self._spread = max(self.governor.decision.interval, published)
         if decision is not None:
             for number in decision.changed:
                 self._plan(number, decision)
@@ -424,7 +417,7 @@ class JobPacing:
                 self._thinning.closely(CLOSELY_AGAIN)
             self._job.log.debug(
                 "paced", rung=decision.rung, interval=decision.interval, slowest=decision.slowest,
-                expected=f"{decision.expected:.5f}", why=decision.why,
+                snapshot=f"{decision.snapshot:.5f}", why=decision.why,
             )  # fmt: skip
         self._propose()
 

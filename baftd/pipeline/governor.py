@@ -23,7 +23,7 @@ from baftd.pipeline.events import EventKind, unpack_events
 from baftd.pipeline.foretell import capped, clock_gaps, foretold
 from baftd.pipeline.interference import Interference
 from baftd.pipeline.interval import Interval, steps_for
-from baftd.pipeline.ladder import RUNGS, Budget, Choice, Option, choose, options
+from baftd.pipeline.ladder import RUNGS, Budget, Choice, Option, choose, job_step
 from baftd.pipeline.operations import GapKind, Schedule, StageTimes
 from baftd.pipeline.overhead import Estimate, OverheadEstimator
 from baftd.pipeline.pacing import BLOCK, NO_LIMIT, RankFacts, RankPlan, sure_bytes, timed_plan
@@ -40,12 +40,17 @@ FIRST_SPEND, MOST_SPEND, LEAST_SPEND = 0.4, 0.95, 0.1
 MORE_SPEND, LESS_SPEND = 0.05, 0.85
 """It rises by so much with every step whose windows were as long as usual, and falls to so much of itself where a
 snapshot that the windows should have held was not over at the fence."""
-SPEND_STEP = 0.1
-"""By which the part that is granted changes before the plan does."""
+MORE, LESS, KEEP = 0.1, 0.2, 128
+"""By which the part of the windows that is granted rises, or falls, before the plan does, and steps for which a plan is
+kept though it might grant less: what scatters must not make a plan at every other step."""
+SAME = 0.25
+"""Part of a snapshot that may be copied elsewhere than before while pairs of steps still measure the same."""
 LEAST_HURRY, MOST_HURRY = 1.25, 8.0
 SETTLING_PROBE, SETTLING_STEPS = 8, 2048
 """One step in so many is a probe at first, for so many steps at most: while the budget is not two standard errors from
 what a snapshot costs."""
+UNTOUCHED = 2
+"""Interval up to which every step has a snapshot or comes after one."""
 OPEN_STEPS = 8
 """Steps that wait for their last rank."""
 REMEMBERED = 128
@@ -79,6 +84,7 @@ class _Rank:
     basis: Basis | None = None
     planned_for: tuple[object, ...] = ()
     """Whatever else makes a new plan when it changes."""
+    planned_at: int = 0
     before: int = 0
     """Generation that was in force when it was decided: another one is the new one."""
     seen: int = 0
@@ -118,7 +124,8 @@ class Governor:
         """Step from which the guess is."""
         self._shown = 0
         """Snapshots at the interval in force."""
-        self._paired_for: tuple[tuple[int, str, int], ...] = ()
+        self._paired_for: dict[int, tuple[int, Option]] = {}
+        """By rank: its bytes and what was done with them when pairs began."""
         self._interval = Steady(fixed.steps or 1)
         self._first = self._newest = -1
         self._every = 1
@@ -310,7 +317,7 @@ class Governor:
         measured = [known for known in self._ranks.values() if known.profile.looked_at or known.profile.taken >= _BLIND]
         changed = [known.setup.rank for known in self._ranks.values() if known not in measured and self._begin(known)]
         if not measured:
-            return self._say(Choice(self._interval.level, {}, -1, 0.0, 0.0, 0.0), {}, changed) if changed else None
+            return self._say(Choice(self._interval.level), {}, changed) if changed else None
         step = max(known.newest for known in measured)
         for known in measured:
             self._note_short(known)
@@ -319,7 +326,7 @@ class Governor:
         belief = self._believe(measured)
         choice = choose(every, self._budget, belief.costs, self._fixed, self._interval.level)
         if self._fixed.auto:
-            self._settle(choice, self._present(every, belief), step)
+            self._settle(choice, step)
         else:
             self._interval.to(choice.interval, step)
         keep = {
@@ -336,21 +343,25 @@ class Governor:
             hypot(belief.inside_error * one.inside, belief.outside_error * one.outside, belief.fixed_error)
             for one in choice.ranks.values()
         ) / max(choice.step, 1e-9)
-        rungs = tuple((rank, choice.ranks[rank].rung, facts[rank].bytes) for rank in sorted(facts))
-        if rungs != self._paired_for:
-            if self._paired_for:
-                self._guess = belief.carried()
-                self._guessed = self._newest
-                self._first = self._newest
-            self._paired_for = rungs
-            self._pairs.forget()
+        self._pair_anew(
+            {known.setup.rank: (known.setup.nbytes, known.option) for known in measured if known.option}, belief
+        )
         return self._say(choice, facts, changed)
 
-    def _present(self, facts: Sequence[RankFacts], belief: Belief) -> float:
-        """Seconds that a snapshot of the slowest rank costs on the rungs that ranks are on."""
-        costs = belief.costs
-        now = [[one.cost for one in options(rank, costs) if one.rung == rank.rung] for rank in facts]
-        return max((found[0] for found in now if found), default=0.0)
+    def _pair_anew(self, copying: dict[int, tuple[int, Option]], belief: Belief) -> None:
+        """Pairs begin anew where other bytes are copied, or a part of them that counts elsewhere: a rung that comes and
+        goes for little says nothing else than before."""
+        before = self._paired_for
+        if copying.keys() == before.keys() and not any(
+            nbytes != before[rank][0] or option.elsewhere(before[rank][1]) > SAME
+            for rank, (nbytes, option) in copying.items()
+        ):
+            return
+        if before:
+            self._guess = belief.carried()
+            self._guessed = self._first = self._newest
+        self._paired_for = copying
+        self._pairs.forget()
 
     def _begin(self, known: _Rank) -> bool:
         """Before anything is measured: where a schedule says that windows will come, they may take what they can."""
@@ -407,7 +418,7 @@ class Governor:
     def _believe(self, measured: Sequence[_Rank]) -> Belief:
         """What a second of copying costs, by all that is known."""
         profiles = [known.profile for known in measured]
-        step = max(profile.step_seconds for profile in profiles)
+        step = job_step([profile.step_seconds for profile in profiles])
         inside, outside = (
             sum(profile.copying(kind) for profile in profiles) / len(profiles)
             for kind in (EventKind.COPY_INSIDE, EventKind.COPY_OUTSIDE)
@@ -421,18 +432,18 @@ class Governor:
         guess = self._guess.faded(self._newest - self._guessed)
         return believe(guess, costs.cost(EventKind.COPY_INSIDE), costs.cost(EventKind.COPY_OUTSIDE), paired, step)
 
-    def _settle(self, choice: Choice, present: float, step: int) -> None:
+    def _settle(self, choice: Choice, step: int) -> None:
         """Another interval: a longer one where the budget is broken, a shorter one with patience.
 
-        present: what a snapshot costs as it is done now. A rung that promises to be cheaper is tried first, and makes
-        the interval shorter when it was."""
+        A rung that promises to be cheaper than the present one is tried first, and makes the interval shorter when it
+        was."""
         now = self._interval
         spent = choice.least / (now.level * choice.step) if choice.step > 0 else 0.0
         if choice.interval > now.level:
             if spent > TOLERATED * self._budget.part and (now.level == 1 or self._shown >= SHOWN):
                 self._to_interval(min(choice.interval, LONGER * now.level), step)
         elif not now.wait(step):
-            least = max(choice.least, present)
+            least = max(choice.least, choice.present)
             shorter = max(choice.interval, steps_for(least * MARGIN, self._budget.planned, choice.step))
             if shorter < now.level:
                 self._to_interval(shorter, step)
@@ -451,22 +462,28 @@ class Governor:
         drifted = known.basis is not None and known.basis.drifted(basis)
         planned_for = (plan.rung, facts.hurry, setup.nbytes, bool(plan.timed), known.last is None)
         alike = not drifted and planned_for == known.planned_for
-        if alike and known.option is not None and abs(option.spend - known.option.spend) <= SPEND_STEP:
-            return False
+        if alike and known.option is not None:
+            more = option.spend - known.option.spend
+            if -LESS <= more <= MORE or (more < 0 and step - known.planned_at < KEEP):
+                return False
         if drifted:
             known.ceiling = MOST_SPEND  # what was learnt was of other windows
             known.short = {option.rung: known.short[option.rung]} if option.rung in known.short else {}
         known.rung.to(RUNGS.index(plan.rung), step)
         known.plan = replace(plan, why=rank_reason(option, facts))
         known.option, known.basis, known.planned_for = option, basis, planned_for
-        known.before, known.in_force = known.seen, False
+        known.planned_at, known.before, known.in_force = step, known.seen, False
         known.fences.clear()
         return True
 
     def _probing(self, expected: float) -> int:
-        """How often a step is left out to measure what snapshots cost: where none is left out anyway."""
-        if not self._fixed.auto or not self._probe or max(self._interval.level, self._every) > 1:
+        """How often a snapshot is left out to measure what snapshots cost: where no step is otherwise free of both a
+        snapshot and of what the daemon does with one afterwards."""
+        interval = max(self._interval.level, self._every)
+        if not self._fixed.auto or not self._probe or interval > UNTOUCHED:
             return 0
+        if interval > 1:
+            return self._probe
         clear = max(self._budget.part / 20, abs(self._budget.part - expected) / 2)
         settling = self._newest - self._first < SETTLING_STEPS and self._uncertain > clear
         return min(self._probe, SETTLING_PROBE) if settling else self._probe
@@ -486,7 +503,7 @@ class Governor:
             plans=plans,
             slowest=slowest,
             step_seconds=choice.step,
-            expected=choice.overhead(interval),
+            snapshot=choice.overhead(1),
             why=job_reason(choice, slowest, facts, interval, self._budget, self._fixed, self.overhead),
             changed=tuple(sorted(changed)),
         )

@@ -22,13 +22,14 @@ interval can afford.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median_low
 
 from baftd.pipeline.interval import Interval, steps_for
 from baftd.pipeline.pacing import RankFacts, RankPlan, copy_plan, expected_left, pace_for, spend_needed, sure_bytes
 from baftd.pipeline.profile import low
 
-__all__ = ["HEADROOM", "RUNGS", "Budget", "Choice", "Option", "SecondCosts", "choose", "options"]
+__all__ = ["HEADROOM", "RUNGS", "Budget", "Choice", "Option", "SecondCosts", "choose", "job_step", "options"]
 
 RUNGS = ("windows", "divided", "overlap", "fence", "device", "interval")
 HEADROOM = 0.8
@@ -78,20 +79,28 @@ class Option:
     spend: float
     """Part of each window that is granted."""
 
+    def elsewhere(self, other: Option) -> float:
+        """The part of a snapshot that one of the two copies beside computation or at the fence, and the other not."""
+        seconds = max(one.inside + one.outside + one.planned for one in (self, other))
+        moved = max(abs(self.outside - other.outside), abs(self.planned - other.planned))
+        return moved / seconds if seconds > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Choice:
     """The interval that is needed, and an option for each rank."""
 
     interval: int
-    ranks: dict[int, Option]
-    slowest: int
+    ranks: dict[int, Option] = field(default_factory=dict)
+    slowest: int = -1
     """The rank whose snapshot costs most; -1: no rank."""
-    cost: float
+    cost: float = 0.0
     """Of a snapshot of it, seconds."""
-    least: float
+    least: float = 0.0
     """What the slowest rank's would cost with the cheapest rung."""
-    step: float
+    present: float = 0.0
+    """What the slowest rank's costs with the rungs that ranks are on, where these are offered."""
+    step: float = 0.0
 
     @property
     def rung(self) -> str:
@@ -103,6 +112,12 @@ class Choice:
     def overhead(self, interval: int) -> float:
         """Part of the running time, with a snapshot every so many steps."""
         return self.cost / (interval * self.step) if self.step > 0 else 0.0
+
+
+def job_step(steps: Sequence[float]) -> float:
+    """Seconds of the job's step, of those of its ranks: they step together, so that one which says otherwise, by
+    mistake or on purpose, must neither hide what snapshots cost the others nor make them dear. 0: nothing measured."""
+    return median_low([one for one in steps if one > 0] or [0.0])
 
 
 def options(facts: RankFacts, costs: SecondCosts) -> tuple[Option, ...]:
@@ -155,9 +170,10 @@ def choose(
         now: the interval in force: a fixed time keeps it where it is a tenth off at most.
         keep: a rung that a rank stays on where it is offered and within the budget, though an earlier one is too.
     """
-    step = max((one.step for one in ranks), default=0.0)
+    step = job_step([one.step for one in ranks])
     offered = {one.rank: options(one, costs) for one in ranks}
     least = max((min(one.cost for one in found) for found in offered.values()), default=0.0)
+    present = max((one.cost for rank in ranks for one in offered[rank.rank] if one.rung == rank.rung), default=0.0)
     if fixed.auto:
         interval = steps_for(least, budget.planned, step)
     elif fixed.seconds and abs(now * step - fixed.seconds) <= 0.1 * fixed.seconds:
@@ -171,7 +187,8 @@ def choose(
         kept = [one for one in within if keep is not None and one.rung == keep.get(rank)]
         chosen[rank] = kept[0] if kept else within[0] if within else min(found, key=_cost)
     slowest = max(chosen, key=lambda rank: (chosen[rank].cost, -rank), default=-1)
-    return Choice(interval, chosen, slowest, chosen[slowest].cost if chosen else 0.0, least, step)
+    cost = chosen[slowest].cost if chosen else 0.0
+    return Choice(interval, chosen, slowest, cost, least, present, step)
 
 
 def _cost(option: Option) -> float:

@@ -54,7 +54,7 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class Decision:
-    """What holds from now on. `expected` is a part of the step time; `slowest` the rank that decides, -1: none."""
+    """What holds from now on. `slowest`: the rank that decides, -1: none."""
 
     rung: str
     interval: int
@@ -62,7 +62,8 @@ class Decision:
     plans: Mapping[int, RankPlan]
     slowest: int
     step_seconds: float
-    expected: float
+    snapshot: float
+    """Part of a step's time that a snapshot is expected to cost."""
     why: str
     changed: tuple[int, ...]
     """Ranks whose plan is new; the interval or the reason may be new without any."""

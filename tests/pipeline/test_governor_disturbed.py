@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
 
-from baftd.pipeline.governor import Governor
+from baftd.pipeline.governor import Governor, RankSetup, StepRecord
 from baftd.pipeline.interval import Interval
 from baftd.pipeline.recent import AGE, FORGOTTEN, Recent
 from tests.pipeline.trainer import Job, Machine, Run
@@ -106,6 +107,53 @@ def test_what_a_snapshot_costs_without_copying_much_counts(fixed: float) -> None
     run.steps(3000)
     assert run.overhead(1000) < 0.012
     assert fixed / 0.035 / run.every < 0.012
+
+
+@pytest.mark.parametrize(("nbytes", "scatter"), [(3 * GB // 10, 0.15), (3 * GB // 10, 0.3), (GB // 2, 0.15)])
+def test_windows_that_scatter_make_no_plan_at_every_other_step(nbytes: int, scatter: float) -> None:
+    """And what pairs have measured is not thrown away with each of these plans."""
+    dice = random.Random(1)
+
+    def scattering(number: int, job: Job) -> None:
+        job.window = 0.14 / 4 * max(0.1, 1 + dice.gauss(0, scatter))
+
+    run = disturbed(nbytes, scattering, 0.1, 0.4)
+    run.steps(1500)
+    assert sum(len(decision.changed) for _, decision in run.decisions) < 80
+    assert run.overhead(800) < 0.01
+    estimate = run.governor.estimate
+    assert estimate is not None
+    assert estimate.pairs > 40
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3, 1e6])
+def test_a_rank_that_says_absurd_periods_neither_hides_nor_raises_what_snapshots_cost(factor: float) -> None:
+    """Three ranks, of which one counts its time otherwise."""
+    honest = Governor(Interval(), 0.01, 64)
+    deceived = Governor(Interval(), 0.01, 64)
+    for governor, lie in ((honest, 1.0), (deceived, factor)):
+        for rank in range(3):
+            governor.declare(RankSetup(rank, 100_000_000))
+        for step in range(1, 100):
+            for rank in range(3):
+                seconds = 0.1 * (lie if rank == 2 else 1.0)
+                governor.add(
+                    StepRecord(rank, step, step * 10**8, int(seconds * 1e9), b"", 0, copied=True, held_ns=5 * 10**6)
+                )
+            governor.decide()
+    assert honest.decision is not None
+    assert deceived.decision is not None
+    assert honest.decision.interval > 1
+    assert deceived.decision.step_seconds == pytest.approx(0.1)
+    assert deceived.decision.interval >= honest.decision.interval
+
+
+def test_at_every_second_step_a_snapshot_is_left_out_now_and_then() -> None:
+    """Or no step would be free of what the daemon does with a snapshot in the step after it, and nobody could tell."""
+    run = disturbed(GB // 2, lambda _number, _job: None, 0.1, 0.4)
+    run.steps(600)
+    assert run.every == 2
+    assert run.probe == 64
 
 
 def test_recent_values_age_but_some_stay() -> None:

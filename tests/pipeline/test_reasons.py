@@ -56,5 +56,5 @@ def test_no_figure_is_an_exponent_and_measured_ones_are_told_elsewhere() -> None
     assert "e-0" not in why
     assert "measured" not in why
     assert "costs 100 %" in job_reason(
-        Choice(1, choice().ranks, 3, 0.1, 0.1, 0.1), 3, {3: FACTS}, 1, Budget(0.01), AUTO, None
+        Choice(1, choice().ranks, 3, 0.1, 0.1, 0.1, 0.1), 3, {3: FACTS}, 1, Budget(0.01), AUTO, None
     )
