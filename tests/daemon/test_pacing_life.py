@@ -70,11 +70,11 @@ def pipeline(dirs: RunDirs, told: list[dict[str, Any]], **options: Any) -> Itera
 
 
 def test_durable_steps_are_found_where_not_every_step_is_committed(run_dirs: RunDirs) -> None:
-    """Every 10 steps durable, every third in memory: the next committed one is taken, not none."""
+    """Every 10 steps durable, every third in memory: the next committed one is taken, not none, and the last one."""
     with (
         Daemon(run_dirs, interval="3 steps", durable_dir=str(run_dirs.durable), durable_every="10 steps",
                durable_keep="100"),
-        TrainerProcess(run_dirs, steps=64, pause=0.02) as trainer,
+        TrainerProcess(run_dirs, steps=55, durable_every=10) as trainer,  # a slow disk holds it up: no ten is left out
     ):  # fmt: skip
         assert trainer.wait(60) == 0, trainer.events
         found = sorted(
@@ -82,11 +82,7 @@ def test_durable_steps_are_found_where_not_every_step_is_committed(run_dirs: Run
             for path in look_for(run_dirs.durable, "MANIFEST")
             if (match := re.search(r"step-(\d+)\.e1", str(path)))
         )
-        assert (found[0], found[-1]) == (12, 64)
-        assert all(step % 3 == 0 for step in found[:-1])
-        tens = [step // 10 for step in found]  # a write that is slower than ten steps leaves some out
-        assert tens[:-1] == sorted(set(tens[:-1]))
-        assert len(found) >= 4, found
+        assert found == [12, 21, 30, 42, 51, 55]
 
 
 def test_four_ranks_of_a_pipeline_copy_in_their_windows_and_the_report_foretells_the_gaps(run_dirs: RunDirs) -> None:

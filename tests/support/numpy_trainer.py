@@ -111,6 +111,8 @@ def main() -> None:
                 if options.get("settle", True) and step > first and not ck.session.fenced:
                     settled = ck.session.settle(10.0)
                     say("settled", step=step, ok=settled, committed=ck.session._standing.committed.get("memory", 0))
+                if options.get("durable_every"):
+                    wait_for_durable(ck.session, options["durable_every"])
                 at = step + 1
                 if options.get("skip_at") == at:
                     ck.session.skip(at, "the test says so")
@@ -135,6 +137,19 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - the test reads what it was
         say("failed", error=type(error).__name__, text=str(error), exit_code=getattr(error, "exit_code", 1))
         sys.exit(getattr(error, "exit_code", 1))
+
+
+def wait_for_durable(session: Any, every: int) -> None:
+    """Train no further before what is committed in memory of each `every` steps has become durable."""
+    standing = session._standing
+
+    def written() -> bool:
+        committed = standing.committed
+        return bool(committed.get("durable", 0) // every >= committed.get("memory", 0) // every)
+
+    with standing.changed:
+        if not standing.changed.wait_for(written, 30.0):
+            raise AssertionError(f"{standing.committed} are committed")
 
 
 def stand_in(session: Any, stage: dict[str, Any]) -> None:
@@ -240,7 +255,7 @@ class TrainerProcess:
         **options: Any,
     ) -> None:
         """`options`: kill={"step": k, "chunk": c}, settle, pause, wait_at, fork_worker, engine, strict, fresh,
-        takeover, stage: see `main`. With `zygote` the process is forked there."""
+        takeover, stage, durable_every: see `main`. With `zygote` the process is forked there."""
         self.job, self.rank = job, rank
         self.events: list[dict[str, Any]] = []
         self._waits = False
