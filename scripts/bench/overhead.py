@@ -172,23 +172,25 @@ class Bench:
         goal = 4.0 if kind == "sleep" else 10.0
         if self.quick:
             base |= {"forward": 0.004, "backward": 0.008, "width": 128, "layers": 1}
-        times: dict[float, StageTimes] = {}
-        taken = [[1.0, 1.5], [0.75, 1.0]] if kind == "sleep" else [[1.0, 1.5]]
-        for uneven in taken[:1] if self.quick else taken:
+        times: dict[tuple[bool, float], StageTimes] = {}
+        taken = [[1.0, 1.5], [1.5, 1.0], [0.75, 1.0]] if kind == "sleep" else [[1.0, 1.5], [1.5, 1.0]]
+        for uneven in taken[:2] if self.quick else taken:
             record = self._gap_job(f"times-{kind}-{uneven[0]:g}", base, 2, 4, uneven)
             for rank, factor in enumerate(uneven):
-                times[factor] = _stage_times(record.ranks[rank]["operations"], skip=4 * 8)
+                times[rank == 0, factor] = _stage_times(record.ranks[rank]["operations"], skip=4 * 8)
         errors: list[float] = []
         for ranks, uneven in self._gap_cases(kind)[: 1 if self.quick else None]:
             record = self._gap_job(f"gaps-{kind}-{uneven[0]:g}-{ranks}", base, ranks, 8, uneven)
-            timeline = simulate(build("Schedule1F1B", ranks, 8), Times(tuple(times[factor] for factor in uneven)))
+            # The first stage has no gradient of its input to compute, so that it is its own kind of stage.
+            stages = [times.get((place == 0, factor)) or times[place != 0, factor] for place, factor in enumerate(uneven)]
+            timeline = simulate(build("Schedule1F1B", ranks, 8), Times(tuple(stages)))
             predicted = []
             for rank in range(ranks):
                 # The record has no reductions: there is nothing to reduce in these jobs.
                 seen = [one for one in timeline.operations[rank] if one.operation.kind is not EventKind.REDUCE]
                 edges = [0.0, *(t for one in seen for t in (one.begin, one.end)), timeline.period]
                 predicted.append([float(edges[i + 1]) - float(edges[i]) for i in range(0, len(edges), 2)])
-            found = gap_errors(predicted, measured_gaps(record.ranks, 3), least=float(times[1.0].forward) / 4)
+            found = gap_errors(predicted, measured_gaps(record.ranks, 3), least=float(times[True, 1.0].forward) / 4)
             middle = statistics.median(found)
             self.report.note(f"gaps, {kind}, {ranks} stages {uneven}: {len(found)} gaps, median error {middle:.1f} %")
             errors += found
