@@ -222,6 +222,14 @@ class NodeJob(NodeReports):
             self._skip(rank, token, step, reason, out)
         return self._settle(out)
 
+    def give_up(self, rank: int, writer: Writer, slot: int, generation: int) -> Ready[NodeInstruction]:
+        """The process fills the slot no more, and for which step it did is not believed: none is skipped for it."""
+        out = Out()
+        held = self._granted(rank, writer, slot, generation)
+        if held is not None:
+            self._clear(rank, held, out)
+        return self._settle(out)
+
     def writer_dead(
         self, writer: Writer, headers: Mapping[tuple[int, int], HeaderFacts | None]
     ) -> Ready[NodeInstruction]:

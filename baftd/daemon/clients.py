@@ -51,6 +51,10 @@ class Client:
     """Message type -> id of a request whose answer comes later."""
     told: float = float("-inf")
     """When it was last told how such a request goes on."""
+    jumped: int = -1
+    """Step that it spoke of last, if that was too far ahead to be believed; else -1. Not of its timings."""
+    lied: bool = False
+    """Whether there was such a step."""
     outdated: tuple[Cadence, float] | None = None
     """The job's cadence, where the process goes by another, and when that was seen or it was last told. None: it
     knows."""

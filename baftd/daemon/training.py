@@ -16,6 +16,7 @@ from baftd.daemon.context import Context
 from baftd.daemon.division import Divisions
 from baftd.daemon.job import JobOnNode, wire_cadence, wire_token
 from baftd.daemon.said_schedules import schedule_record, schedule_said
+from baftd.daemon.said_steps import check_step, is_near
 from baftd.daemon.waiting import Waiters
 from baftd.errors import BaftError, Degraded, Fenced, FormatError, NoRoom, RankError, UsageError, VerificationFailed
 from baftd.memory import preflight
@@ -328,6 +329,7 @@ class Trainer:
     def begin(self, job: JobOnNode, client: Client, message: Begin) -> None:
         """The slot is being filled."""
         token = self.admit(job, client, message.token, message.rank)
+        check_step(job, client, message.step, "begin")
         self._passed(job, client, message.step)
         writer = job.writer_of(client)
         job.apply(job.core.begin(client.rank, writer, token, message.step, message.slot, message.generation))
@@ -335,7 +337,9 @@ class Trainer:
     def seal(self, job: JobOnNode, client: Client, message: Seal) -> None:
         """The slot holds the state of a step."""
         token = Token(message.token.epoch, message.token.incarnation)
-        self._passed(job, client, message.step)
+        believed = is_near(job, client, message.step)
+        if believed:
+            self._passed(job, client, message.step)
         rank, slot, generation = client.rank, message.slot, message.generation
         writer = job.writer_of(client)
         if not job.is_granted(writer, rank, slot, generation):
@@ -349,8 +353,13 @@ class Trainer:
         except (FormatError, VerificationFailed, OSError) as error:
             job.counters.add("torn")
             job.log.warning("seal_refused", rank=rank, step=message.step, why=str(error))
-            job.apply(job.core.skip(rank, writer, token, message.step, str(error), slot, generation))
+            if believed:
+                job.apply(job.core.skip(rank, writer, token, message.step, str(error), slot, generation))
+            else:
+                job.apply(job.core.give_up(rank, writer, slot, generation))
             raise VerificationFailed(str(error)) from error
+        if not believed:
+            self._passed(job, client, message.step)  # however far it is: the slot's header says the same
         job.counters.add("sealed")
         job.training.held_ms.append(message.held_ms)
         job.training.sealed(message.step)
@@ -362,12 +371,19 @@ class Trainer:
     def skip(self, job: JobOnNode, client: Client, message: Skip) -> None:
         """No snapshot of the step from this rank."""
         token = Token(message.token.epoch, message.token.incarnation)
+        writer = job.writer_of(client)
+        try:
+            check_step(job, client, message.step, "skip")
+        except FormatError:
+            if message.slot is not None:
+                job.apply(job.core.give_up(client.rank, writer, message.slot, message.generation))
+            self.admit(job, client, message.token, message.rank)
+            raise
         self._passed(job, client, message.step)
         job.counters.add("torn" if message.torn else "skipped")
         repeated = job.training.skipped(client.rank, message.step, message.reason)
         say = job.log.debug if repeated else job.log.info  # a fast job that skips every step must not fill the log
         say("skipped", rank=client.rank, step=message.step, torn=message.torn, why=message.reason)
-        writer = job.writer_of(client)
         job.apply(
             job.core.skip(client.rank, writer, token, message.step, message.reason, message.slot, message.generation)
         )

@@ -26,6 +26,7 @@ JOB_COUNTERS: Mapping[str, str] = {
     "lost_ranks": "training processes that ended without finish() or leave()",
     "timings": "steps of ranks of this node of which timings came",
     "timings_refused": "timings that could not be, answered with an error",
+    "steps_refused": "begins and skips of a step far ahead of the job, answered with an error",
     "events_lost": "events of steps for which a rank had no room",
     "cadences_told_again": "times that a rank went by an outdated cadence and was told the job's once more",
     "left_out": "steps without a snapshot because the interval is longer than a step",
