@@ -182,7 +182,8 @@ class Bench:
         for ranks, uneven in self._gap_cases(kind)[: 1 if self.quick else None]:
             record = self._gap_job(f"gaps-{kind}-{uneven[0]:g}-{ranks}", base, ranks, 8, uneven)
             # The first stage has no gradient of its input to compute, so that it is its own kind of stage.
-            stages = [times.get((place == 0, factor)) or times[place != 0, factor] for place, factor in enumerate(uneven)]
+            places = [(place == 0, factor) for place, factor in enumerate(uneven)]
+            stages = [times.get((first, factor)) or times[not first, factor] for first, factor in places]
             timeline = simulate(build("Schedule1F1B", ranks, 8), Times(tuple(stages)))
             predicted = []
             for rank in range(ranks):
