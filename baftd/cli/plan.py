@@ -6,6 +6,7 @@ Of a running job, a layout file, MindSpore's strategy files, or a model given by
     baftd plan --layout job.toml --ranks-per-node 8
     baftd plan --preset gpt-175b --tp 8 --pp 16 --dp 16 --window-bytes 2GiB --node-memory 512GiB
     baftd plan --preset gpt-175b --tp 8 --pp 16 --dp 16 --micro 64 --forward-ms 40      how long bubbles are
+    baftd plan --job gpt --step-ms 400                                            without a pipeline: how often
 
 Exit code 5 when the slots do not fit into a node's memory.
 """
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from baftd.cli.common import add_json, add_settings, print_json, settings_of
 from baftd.cli.output_file import write_output
 from baftd.cli.plan_bubbles import add_bubble_arguments, bubbles_document, print_bubbles, read_bubbles
-from baftd.cli.plan_sources import Source, add_source_arguments, count, layout_file, read_source
+from baftd.cli.plan_sources import JobPacing, Source, add_source_arguments, count, layout_file, read_source
 from baftd.cli.render import complain, print_table, say
 from baftd.errors import NoRoom, UsageError
 
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.add_argument("--rank", type=count, metavar="R", help="list what this rank saves")
     show.add_argument("--save-layout", metavar="FILE", help="write the layout, to be read by --layout")
     add_json(show)
-    add_settings(parser, ["run_dir", "shm_dir", "overhead_budget"])
+    add_settings(parser, ["run_dir", "shm_dir", "interval", "overhead_budget"])
 
 
 def size(text: str) -> int:
@@ -119,8 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
     first, last = arguments.show_ranks or (0, 0)
     ranks = range(first, layout.world if last == -1 else last)
     restore = None if arguments.onto is None else restore_onto(plan.offer.assignment, layout_file(arguments.onto))
-    budget = settings_of(arguments).overhead_budget
-    bubbles = read_bubbles(arguments, layout, plan.offer.assignment, budget)
+    bubbles = read_bubbles(arguments, layout, plan.offer.assignment, _pacing(arguments, source))
     if arguments.json:
         found = document(plan, ranks, arguments.rank, refusal)
         if bubbles is not None:
@@ -188,6 +188,20 @@ def _node_memory(arguments: argparse.Namespace, source: Source) -> int | None:
         return None  # the daemon has another directory: nothing is known of it here
     free = min(found.fs_free, found.memory_available, *(group.available for group in found.cgroups))
     return max(0, free + source.slot_bytes - settings.memory_reserve)
+
+
+def _pacing(arguments: argparse.Namespace, source: Source) -> JobPacing:
+    """How often there are to be snapshots. Of a running job as its daemon was told: only flags ask for other things
+    than those that are."""
+    settings, running = settings_of(arguments), source.pacing
+    if running is None:
+        return JobPacing(settings.overhead_budget, settings.interval)
+    given = vars(arguments)
+    return JobPacing(
+        running.budget if given["setting_overhead_budget"] is None else settings.overhead_budget,
+        running.interval if given["setting_interval"] is None else settings.interval,
+        running.held,
+    )
 
 
 def _save(layout: Layout, path: str) -> None:

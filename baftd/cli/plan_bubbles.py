@@ -11,10 +11,10 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from baftd.cli.plan_rows import stages_of
-from baftd.cli.plan_sources import count
+from baftd.cli.plan_sources import JobPacing, count
 from baftd.cli.render import print_table, say, size
 from baftd.errors import UsageError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
     from baftd.checkpoint.savers import Assignment
     from baftd.pipeline.operations import Schedule, Times
+    from baftd.settings import Every
 
 __all__ = ["Bubbles", "add_bubble_arguments", "bubbles_document", "print_bubbles", "read_bubbles"]
 
@@ -33,6 +34,8 @@ _LOOPS = (
 )  # fmt: skip
 _MOST_OPERATIONS = 400_000
 """Forwards and backwards of a schedule that is simulated: some seconds."""
+_NO_PIPELINE = "no pipeline"
+"""Instead of a schedule's name: nobody waits for another stage."""
 _FLAGS = ("micro", "forward_ms", "backward_ms", "step_ms", "chunks", "schedules", "copy_rate")
 
 
@@ -46,7 +49,10 @@ def add_bubble_arguments(parser: argparse.ArgumentParser) -> None:
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    group = parser.add_argument_group("bubbles of the pipeline (with --micro, and --forward-ms or --step-ms)")
+    group = parser.add_argument_group(
+        "bubbles of the pipeline, and how often there is a snapshot (with --forward-ms or --step-ms, and --micro where "
+        "there is a pipeline)"
+    )
     group.add_argument("--micro", type=count, metavar="M", help="micro-batches of a step")
     group.add_argument(
         "--forward-ms", type=_milliseconds, metavar="MS",
@@ -119,7 +125,7 @@ class ScheduleBubbles:
     overhead: float = 0.0
     stages: tuple[StageBubbles, ...] = ()
     fits: bool = True
-    """Whether the longest interval that there is keeps within the budget."""
+    """Whether the interval keeps within the budget: none that is chosen does not, but for the longest that there is."""
 
     @property
     def share(self) -> float:
@@ -142,59 +148,79 @@ class Bubbles:
     inside: float
     """What a second of copying inside windows is taken to cost, and outside."""
     outside: float
+    interval: Every | None
+    """That is set; None: as few steps as the budget allows."""
+    held: float
+    """Seconds for which a snapshot holds the rank that it holds longest; 0: nothing measured."""
     schedules: tuple[ScheduleBubbles, ...]
 
 
 def read_bubbles(
-    arguments: argparse.Namespace, layout: Layout, saved: Assignment, budget: float
+    arguments: argparse.Namespace, layout: Layout, saved: Assignment, pacing: JobPacing
 ) -> Bubbles | None:
-    """What the flags ask for; None where they ask for nothing. budget: the part of the running time that snapshots may
-    cost. Raises UsageError for flags that miss or contradict each other."""
+    """What the flags ask for; None where they ask for nothing. pacing: how often there are to be snapshots. Raises
+    UsageError for flags that miss or contradict each other."""
     given = [f"--{name.replace('_', '-')}" for name in _FLAGS if getattr(arguments, name) is not None]
     if not given:
         return None
     for name in ("micro", "chunks", "copy_rate"):
         if getattr(arguments, name) == 0:
             raise UsageError(f"--{name.replace('_', '-')} is 0: it must be more than 0.")
-    missing = [] if arguments.micro is not None else ["--micro"]
+    places = _places(layout, saved, pacing.held)
+    missing = [] if arguments.micro is not None or len(places) == 1 else ["--micro"]
     if arguments.forward_ms is None and arguments.step_ms is None:
         missing.append("--forward-ms or --step-ms")
     if missing:
         raise UsageError(f"{given[0]} is about bubbles: these need {', and '.join(missing)} too.")
+    if len(places) == 1 and (wrong := [name for name in ("schedules", "chunks") if getattr(arguments, name)]):
+        raise UsageError(f"--{wrong[0]} is about a pipeline, but all ranks of this layout are of one stage.")
     if arguments.step_ms is not None and (arguments.forward_ms is not None or arguments.backward_ms is not None):
         raise UsageError("--step-ms gives the times of operations; so do --forward-ms and --backward-ms.")
     from baftd.pipeline.costs import Belief
     from baftd.pipeline.pacing import ASSUMED_RATE, RankFacts
 
-    places = _places(layout, saved)
+    micro = arguments.micro or 1
     chunks = arguments.chunks or max(2, max(len(stages) for stages in places))
     names = _SIDE_BY_SIDE if arguments.schedules is None else _names(arguments.schedules)
-    made = [_schedule(name, len(places), arguments.micro, chunks) for name in names]
+    if len(places) == 1:
+        names = (_NO_PIPELINE,)
+    made = [_schedule(name, len(places), micro, chunks) for name in names]
     if all(one.schedule is None for one in made):
         raise UsageError(made[0].problem)
     forward, backward = _times(arguments, len(places), made[0])
     guess = Belief().costs
     found = Bubbles(
-        micro=arguments.micro,
+        micro=micro,
         forward=forward,
         backward=backward,
         rate=arguments.copy_rate or int(ASSUMED_RATE),
         rate_given=arguments.copy_rate is not None,
         spend=RankFacts(rank=0, bytes=0).spend,
-        budget=budget,
+        budget=pacing.budget,
         inside=guess.inside,
         outside=guess.outside,
+        interval=pacing.interval,
+        held=max(pacing.held.values(), default=0.0),
         schedules=(),
     )
     return replace(found, schedules=tuple(_looked_at(one, found, places) for one in made))
 
 
-def _places(layout: Layout, saved: Assignment) -> dict[tuple[int, ...], int]:
-    """Stages of each rank of the pipeline in their order, and the most that a rank there saves."""
-    found: dict[tuple[int, ...], int] = {}
+class _Place(NamedTuple):
+    """What a place in the pipeline has to copy: the most of its ranks."""
+
+    bytes: int = 0
+    held: float = 0.0
+    """Seconds for which a snapshot holds a rank there."""
+
+
+def _places(layout: Layout, saved: Assignment, held: Mapping[int, float]) -> dict[tuple[int, ...], _Place]:
+    """Stages of each rank of the pipeline in their order, and what a rank there saves."""
+    found: dict[tuple[int, ...], _Place] = {}
     for rank in range(layout.world):
         stages = stages_of(layout, rank)
-        found[stages] = max(found.get(stages, 0), saved.bytes_of(rank))
+        known = found.get(stages, _Place())
+        found[stages] = _Place(max(known.bytes, saved.bytes_of(rank)), max(known.held, held.get(rank, 0.0)))
     if () in found and len(found) > 1:
         raise UsageError("bubbles cannot be told where some ranks have a stage of the pipeline and others have none.")
     return dict(sorted(found.items()))
@@ -220,6 +246,8 @@ def _schedule(name: str, ranks: int, micro: int, chunks: int) -> _Made:
     """A schedule, or why these numbers make none. Raises UsageError for a name that is not known."""
     from baftd.pipeline.schedules import build
 
+    if name == _NO_PIPELINE:
+        return _Made(name, 1, build("1F1B", 1, 1, 1))
     own = 2 if name in _TWO_STAGES else chunks if name in _LOOPS else 1
     # All that are known can be made of these: what fails is the name.
     build(name, 4, 16, 2 if name in (*_TWO_STAGES, *_LOOPS) else 1)
@@ -254,6 +282,8 @@ def _times(
 
     # Times are proportional to each other: nothing but operations is simulated.
     unit = simulate(first.schedule, _stage_times(first, first.schedule, (1.0,) * ranks, (2.0,) * ranks)).period
+    if first.name == _NO_PIPELINE:
+        unit *= arguments.micro or 1
     seconds = arguments.step_ms[0] / 1e3 / unit
     return (seconds,) * ranks, (2 * seconds,) * ranks
 
@@ -278,7 +308,7 @@ def _stage_times(made: _Made, schedule: Schedule, forward: Sequence[float], back
     return Times(tuple(each), barrier=made.name != "ZB-H2")
 
 
-def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int]) -> ScheduleBubbles:
+def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], _Place]) -> ScheduleBubbles:
     """Simulate, and let the ladder choose as it does before anything is measured."""
     if made.schedule is None:
         return ScheduleBubbles(made.name, made.chunks, made.problem)
@@ -289,17 +319,20 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
     from baftd.pipeline.simulate import simulate
 
     line = simulate(made.schedule, _stage_times(made, made.schedule, known.forward, known.backward))
+    # One stage does all micro-batches one after the other, and needs no model of them.
+    step = line.period * (known.micro if made.name == _NO_PIPELINE else 1)
     facts = []
-    for place, nbytes in enumerate(places.values()):
+    for place, (nbytes, held) in enumerate(places.values()):
         windows = tuple(gap.seconds for gap in line.gaps(place))
         usable = sum(max(0.0, one - WAKE) for one in windows)
         facts.append(
             RankFacts(
-                rank=place, bytes=nbytes, step=line.period, windows=windows, usable=(usable,), spend=known.spend,
-                rate=known.rate, rate_outside=known.rate, rate_fence=known.rate,
+                rank=place, bytes=nbytes, step=step, windows=windows, usable=(usable,), spend=known.spend,
+                rate=known.rate, rate_outside=known.rate, rate_fence=known.rate, held=held,
             )
         )  # fmt: skip
-    choice = choose(facts, Budget(known.budget), SecondCosts(known.inside, known.outside), Interval())
+    fixed = Interval() if known.interval is None else Interval(known.interval.steps, known.interval.seconds)
+    choice = choose(facts, Budget(known.budget), SecondCosts(known.inside, known.outside), fixed)
     found = []
     for place, (stages, one) in enumerate(zip(places, facts, strict=True)):
         kinds = {kind.value: seconds for kind, seconds in line.idle_by_kind(place).items()}
@@ -311,8 +344,8 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
         )
     overhead = choice.overhead(choice.interval)
     return ScheduleBubbles(
-        made.name, made.chunks, "", line.period, choice.interval, choice.rung, choice.slowest, overhead, tuple(found),
-        fits=choice.interval < LONGEST or overhead <= known.budget,
+        made.name, made.chunks, "", step, choice.interval, choice.rung, choice.slowest, overhead, tuple(found),
+        fits=(fixed.auto and choice.interval < LONGEST) or overhead <= known.budget,
     )  # fmt: skip
 
 
@@ -321,12 +354,17 @@ def _looked_at(made: _Made, known: Bubbles, places: Mapping[tuple[int, ...], int
 
 def print_bubbles(bubbles: Bubbles) -> None:
     """A line for each schedule, then what each stage has."""
-    forward, backward = _span(bubbles.forward), _span(bubbles.backward)
     assumed = "" if bubbles.rate_given else " (supposed: --copy-rate)"
+    copying = f"copying {bubbles.rate / 1e9:.3g} GB/s{assumed}"
+    if bubbles.schedules[0].name == _NO_PIPELINE:
+        _print_one_stage(bubbles, bubbles.schedules[0], copying)
+        return
+    forward, backward = _span(bubbles.forward), _span(bubbles.backward)
     say(
-        f"bubbles: {_many(bubbles.micro, 'micro-batch')}, forward {forward}, backward {backward} a rank; copying "
-        f"{bubbles.rate / 1e9:.3g} GB/s{assumed} in {bubbles.spend:.0%} of each"
+        f"bubbles: {_many(bubbles.micro, 'micro-batch')}, forward {forward}, backward {backward} a rank; {copying} in "
+        f"{bubbles.spend:.0%} of each"
     )
+    _say_pacing(bubbles)
     rows = []
     for one in bubbles.schedules:
         name = f"{one.name}, {_many(one.chunks, 'stage')} a rank" if one.name in _LOOPS else one.name
@@ -335,7 +373,8 @@ def print_bubbles(bubbles: Bubbles) -> None:
             continue
         idle = [stage.idle for stage in one.stages]
         steps = "every step" if one.interval == 1 else f"every {one.interval} steps"
-        cost = [one.rung, steps, f"{one.overhead:.2%}"] if one.fits else ["-", "never", "-  (over budget, see below)"]
+        over = "" if one.fits else "  (over budget, see below)"
+        cost = [one.rung, steps, f"{one.overhead:.2%}{over}"] if _ever(bubbles, one) else ["-", "never", f"-{over}"]
         rows.append([name, _seconds(one.step), _span(idle), f"{one.share:.1%}", *cost])
     columns = ["schedule", "step", "bubble of a rank", "of the step", "rung", "snapshot", "overhead"]
     print_table(columns, rows, right=["step", "bubble of a rank", "of the step"])
@@ -359,12 +398,7 @@ def print_bubbles(bubbles: Bubbles) -> None:
     print_table(columns, rows, right=columns[1:])
     for one in shown:
         if not one.fits:
-            slowest = one.stages[one.slowest]
-            say(
-                f"{one.name}: no interval is long enough: a snapshot of stage {_stages(slowest.stages)} "
-                f"({size(slowest.bytes)}) is expected to cost {_seconds(slowest.cost)}; even once in {one.interval:,} "
-                f"steps that is {one.overhead:.2%} of the time (budget {bubbles.budget:.2%})"
-            )
+            _say_over(bubbles, one)
         elif one.interval > 1 or one.rung != "windows":
             slowest = one.stages[one.slowest]
             say(
@@ -375,6 +409,51 @@ def print_bubbles(bubbles: Bubbles) -> None:
     say(
         f"until the daemon has measured it, a second of copying is taken to cost {bubbles.inside:.3g} s in bubbles and "
         f"{bubbles.outside:.3g} s beside computation; it learns both, and how much of a bubble it may spend"
+    )
+
+
+def _ever(bubbles: Bubbles, one: ScheduleBubbles) -> bool:
+    """Whether there are snapshots at all: at an interval that is set there are, whatever they cost."""
+    return one.fits or bubbles.interval is not None
+
+
+def _say_pacing(bubbles: Bubbles) -> None:
+    """What is set or measured, and not supposed."""
+    if bubbles.interval is not None:
+        say(f"interval: {bubbles.interval}, as it is set (--interval auto: as often as the budget allows)")
+    if bubbles.held:
+        say(f"held: a snapshot holds training for {_seconds(bubbles.held)} besides, as measured in this job")
+
+
+def _say_over(bubbles: Bubbles, one: ScheduleBubbles) -> None:
+    """Why a schedule's snapshots cost more than they may."""
+    slowest = one.stages[one.slowest]
+    stage = "a rank" if one.name == _NO_PIPELINE else f"stage {_stages(slowest.stages)}"
+    cost = f"a snapshot of {stage} ({size(slowest.bytes)}) is expected to cost {_seconds(slowest.cost)}"
+    times = f"once in {one.interval:,} steps" if one.interval > 1 else "at every step"
+    share = f"that is {one.overhead:.2%} of the time (budget {bubbles.budget:.2%})"
+    if bubbles.interval is None:
+        say(f"{one.name}: no interval is long enough: {cost}; even {times} {share}")
+    else:
+        say(f"{one.name}: over the budget at the interval that is set: {cost}; {times} {share}")
+
+
+def _print_one_stage(bubbles: Bubbles, one: ScheduleBubbles, copying: str) -> None:
+    """Without a pipeline: the step has no gaps that could be foretold, and the rung says what is done instead."""
+    (stage,) = one.stages
+    say(f"bubbles: none, as all ranks are of one stage; {copying}")
+    _say_pacing(bubbles)
+    often = "every step" if one.interval == 1 else f"every {one.interval:,} steps"
+    cost = [often, f"{one.overhead:.2%}"] if _ever(bubbles, one) else ["never", "-"]
+    row = [_seconds(one.step), size(stage.bytes), stage.rung, _seconds(stage.cost), *cost]
+    columns = ["step", "must copy", "rung", "a snapshot costs", "snapshot", "overhead"]
+    print_table(columns, [row], right=["step", "must copy", "a snapshot costs"])
+    print()
+    if not one.fits:
+        _say_over(bubbles, one)
+    say(
+        f"until the daemon has measured it, a second of copying is taken to cost {bubbles.outside:.3g} s beside "
+        "computation; it learns that, and which waits (for collectives, for data) hold a part of the snapshot"
     )
 
 
@@ -405,8 +484,14 @@ def bubbles_document(bubbles: Bubbles) -> dict[str, Any]:
         "spend": bubbles.spend,
         "overhead_budget": bubbles.budget,
         "costs": {"inside": bubbles.inside, "outside": bubbles.outside},
+        "interval": None if bubbles.interval is None else _interval_document(bubbles.interval),
+        "held_seconds": bubbles.held,
         "schedules": [_schedule_document(one) for one in bubbles.schedules],
     }
+
+
+def _interval_document(interval: Every) -> dict[str, Any]:
+    return {"steps": interval.steps} if interval.steps else {"seconds": interval.seconds}
 
 
 def _schedule_document(one: ScheduleBubbles) -> dict[str, Any]:

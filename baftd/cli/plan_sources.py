@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
     from baftd.checkpoint.mesh import ParallelDescription
     from baftd.formats.transformer import TransformerShape
+    from baftd.settings import Every
     from baftd.wire.messages import LayoutReply
 
-__all__ = ["Source", "add_source_arguments", "count", "layout_file", "read_source", "whole_numbers"]
+__all__ = ["JobPacing", "Source", "add_source_arguments", "count", "layout_file", "read_source", "whole_numbers"]
 
 _MODEL = {
     "layers": "layers",
@@ -57,12 +58,25 @@ _RANK = re.compile(r"rank[_-]?([0-9]{1,6})(?![0-9])")
 
 
 @dataclass(frozen=True)
+class JobPacing:
+    """How often a job is to have snapshots: by the settings of a running job's daemon, or by this command's."""
+
+    budget: float
+    """Part of the step time that they may cost."""
+    interval: Every | None = None
+    """None: as few steps as that allows."""
+    held: Mapping[int, float] = field(default_factory=dict)
+    """Seconds for which a snapshot holds each rank, where they were measured."""
+
+
+@dataclass(frozen=True)
 class Source:
     """A layout, and what is known beside it.
 
     words: what it is, for people. node_of_rank: None where nodes are not known. durable: of a running job. slots: of
     each rank, where the settings of a running job name a number; None: as many as tiers need. small_bytes: room for
-    small state, by rank; empty: the least there is. slot_bytes: slots of this job, on this node now.
+    small state, by rank; empty: the least there is. slot_bytes: slots of this job, on this node now. pacing: of a
+    running job.
     """
 
     layout: Layout
@@ -72,6 +86,7 @@ class Source:
     durable: bool | None = None
     small_bytes: Mapping[int, int] = field(default_factory=dict)
     slot_bytes: int = 0
+    pacing: JobPacing | None = None
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
@@ -169,6 +184,20 @@ def _from_job(arguments: argparse.Namespace) -> Source:
         durable=reply.durable,
         small_bytes={rank.rank: rank.small_room for rank in reply.ranks},
         slot_bytes=sum(rank.image_bytes * rank.slots for rank in reply.ranks),
+        pacing=_pacing(reply),
+    )
+
+
+def _pacing(reply: LayoutReply) -> JobPacing | None:
+    from baftd.settings import Every
+
+    if reply.overhead_budget is None:
+        return None  # an older daemon says nothing of it
+    fixed = reply.interval_steps or reply.interval_seconds
+    return JobPacing(
+        reply.overhead_budget,
+        Every(reply.interval_steps, reply.interval_seconds) if fixed else None,
+        {rank.rank: rank.held_seconds for rank in reply.ranks},
     )
 
 

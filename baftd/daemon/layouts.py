@@ -31,16 +31,20 @@ async def describe_layout(context: Context, jobs: Mapping[str, JobOnNode], messa
         )
     first = next(iter(records.values()))
     epoch, world = token_from(first["token"]).epoch, int(first["world"])
+    interval, held = context.settings.interval, _held(job, epoch)
     reply = LayoutReply(
         id=message.id,
         job=job.name,
         epoch=epoch,
         world=world,
         layout=b"",
-        ranks=[_rank(context, record) for _, record in sorted(records.items())],
+        ranks=[_rank(context, record, held.get(rank, 0.0)) for rank, record in sorted(records.items())],
         missing=[rank for rank in range(world) if rank not in records],
         slots=context.slots,
         durable=context.tier is not None,
+        interval_steps=interval.steps if interval is not None else 0,
+        interval_seconds=interval.seconds if interval is not None else 0.0,
+        overhead_budget=context.settings.overhead_budget,
     )
     if reply.missing:
         where = "" if not context.coordinator.several_nodes else f" on node {context.node}"
@@ -79,7 +83,15 @@ def _declared(job: JobOnNode) -> dict[int, Record]:
     return {rank: job.layouts[rank] for rank, token in tokens.items() if token == newest}
 
 
-def _rank(context: Context, record: Record) -> RankLayout:
+def _held(job: JobOnNode, epoch: int) -> dict[int, float]:
+    """Seconds for which a snapshot holds each rank, as measured in that start."""
+    told = job.pacing.told
+    if told is None or told.epoch != epoch:
+        return {}
+    return {rank: told.governor.profile(rank).held for rank in told.setups}
+
+
+def _rank(context: Context, record: Record, held: float) -> RankLayout:
     return RankLayout(
         rank=int(record["rank"]),
         node=context.node,
@@ -88,6 +100,7 @@ def _rank(context: Context, record: Record) -> RankLayout:
         slots=len(record["slots"]),
         stages=[int(stage) for stage in record.get("stages", ())],
         coordinates={str(axis): int(place) for axis, place in record.get("axes", {}).items()},
+        held_seconds=held,
     )
 
 

@@ -24,6 +24,11 @@ FOUR_STAGES = {
 """4 MiB on each of four stages."""
 
 
+@pytest.fixture(autouse=True)
+def no_interval_is_set(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BAFTD_INTERVAL")
+
+
 @pytest.fixture
 def given(tmp_path: Path) -> tuple[str, ...]:
     path = tmp_path / "four.json"

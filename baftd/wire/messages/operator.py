@@ -173,6 +173,8 @@ class RankLayout(Struct, frozen=True):
     slots: Count
     stages: list[Count] = []
     coordinates: dict[Name, Count] = {}
+    held_seconds: float = 0.0
+    """For which a snapshot holds its training thread, beyond a step without one; 0: nothing measured."""
 
 
 class LayoutReply(Message, tag="layout_reply"):
@@ -193,6 +195,11 @@ class LayoutReply(Message, tag="layout_reply"):
     """Slots of each rank, by the settings of this node."""
     durable: bool = False
     """A durable tier is on."""
+    interval_steps: Count = 0
+    """Between snapshots, by the settings of this node; or in seconds. Both 0: as few as the budget allows."""
+    interval_seconds: float = 0.0
+    overhead_budget: float | None = None
+    """Part of the step time that snapshots may cost, by the settings of this node."""
 
 
 class Progress(Message, tag="progress"):
