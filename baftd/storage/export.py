@@ -102,15 +102,17 @@ def export_images(
     file_limit: int = FILE_LIMIT,
     file_ops: FileOps | None = None,
 ) -> ExportResult:
-    """Write the tensors of one checkpoint's images, each once and whole, into `out_dir` (new, or empty).
+    """Write the tensors of one checkpoint's images, each once and whole, into `out_dir` (new, or empty; a link to an empty
+    directory is followed, and stays).
 
     `progress(done, total)`: bytes read to verify and written. Raises `VerificationFailed` (rank and chunk range
     named; also when a slot changed meanwhile), `UsageError` (`out_dir` is in use; images that do not belong
     together), `NoRoom` and `Degraded`. After an error `out_dir` is as it was.
     """
     ops = file_ops if file_ops is not None else OsFiles()
-    target = os.path.abspath(out_dir)
-    with explained(f"exporting to {target}", target):
+    named = os.path.abspath(out_dir)
+    with explained(f"exporting to {named}", named, export=True):
+        target = _resolve(named)
         _check_target(ops, target)
         with _opened(images) as sources:
             _check_together(sources)
@@ -142,7 +144,7 @@ def export_images(
             f"{len(foreign)} tensors of types that safetensors does not have are stored as bytes "
             f"(`baft.foreign` in the metadata): {', '.join(foreign[:5])}."
         )
-    paths = [Path(target, name) for name in (*files, INDEX)]
+    paths = [Path(named, name) for name in (*files, INDEX)]
     return ExportResult(tuple(paths), len(tensors), sum(tensor.nbytes for tensor in tensors), tuple(notes))
 
 
@@ -423,6 +425,36 @@ def _row_major(piece: Piece, source: _Source, element: np.dtype[Any]) -> npt.NDA
 # ---------------------------------------------------------------------------------------------- directories
 
 
+def _resolve(named: str) -> str:
+    """What is to be replaced by the export. Of a link, the directory that it leads to: the new one gets its name by
+    renaming, which would replace the link."""
+    above = os.path.dirname(named)
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.isdir(above):
+        raise UsageError(
+            f"{named} cannot be made, since {above} is {_kind(above)}.", hint="Name another directory, or remove that."
+        )
+    if not os.path.islink(named):
+        return named
+    if not os.path.isdir(named):
+        raise UsageError(f"{named} is {_kind(named)}.", hint="Make that directory, or name another one.")
+    return os.path.realpath(named)
+
+
+def _kind(path: str) -> str:
+    """What lies there that is no directory, in words."""
+    if not os.path.islink(path):
+        return "a file"
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return f"a link to {os.path.realpath(path)}, which is not there"
+    except OSError as error:
+        return f"a link that cannot be followed ({error.strerror})"
+    return f"a link to {os.path.realpath(path)}, which is no directory"
+
+
 def _check_target(ops: FileOps, target: str) -> None:
     try:
         names = ops.listdir(target)
@@ -432,6 +464,11 @@ def _check_target(ops: FileOps, target: str) -> None:
         raise UsageError(f"{target} is a file.", hint="Name a new directory.") from error
     if names:
         raise UsageError(f"{target} is not empty.", hint="Name a new directory, or empty this one first.")
+    if os.path.ismount(target):
+        raise UsageError(
+            f"{target} is where a file system is mounted, which no new directory can take the place of.",
+            hint=f"Name a new directory in it: {target.rstrip('/')}/export.",
+        )
 
 
 @contextmanager

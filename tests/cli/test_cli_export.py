@@ -123,6 +123,81 @@ def test_an_export_leaves_what_is_no_empty_directory_as_it_is(cli: Cli) -> None:
     assert sorted(os.listdir(base)) == ["fifo", "file", "nothing", "pipe"]
 
 
+@pytest.mark.parametrize("link", ["", "relative", "chain", "slash", "parent", "parent_made"])
+def test_an_export_works_through_links_to_an_empty_directory(cli: Cli, tmp_path: Path, link: str) -> None:
+    """The link stays, and so does what it leads to; nothing is left beside either."""
+    durable(cli.dirs, 4)
+    real, links = tmp_path / "disk" / "real", tmp_path / "links"
+    real.mkdir(parents=True)
+    links.mkdir()
+    named = str(links / "out")
+    if link == "relative":
+        (links / "out").symlink_to("../disk/real")
+    elif link == "chain":
+        (links / "out").symlink_to("next")
+        (links / "next").symlink_to(real)
+    elif link.startswith("parent"):
+        (links / "out").symlink_to(real)
+        named = str(links / "out" / ("in/it" if link == "parent_made" else "it"))
+    else:
+        (links / "out").symlink_to(real)
+        named += "/" if link == "slash" else ""
+    given = ("restore", "--job", "gpt", "--to", named, "--durable-dir", str(cli.dirs.durable))
+    before = {path: path.readlink() for path in links.iterdir()}
+    code, document = cli.json(*given)
+    assert code == 0
+    assert names_in(Path(document["files"][0]))
+    assert document["files"][0] == f"{named.rstrip('/')}/model.safetensors"
+    where = Path(os.path.realpath(named))
+    assert sorted(os.listdir(where)) == ["model.safetensors", "model.safetensors.index.json"]
+    assert where.is_relative_to(real)
+    assert {path: path.readlink() for path in links.iterdir()} == before
+    assert os.listdir(tmp_path / "disk") == ["real"]
+    code, out, err = cli(*given)
+    assert (code, out) == (2, "")
+    assert "is not empty" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nothing", "{base}/nothing is a link to {base}/not-there, which is not there."),
+        ("loop", "{base}/loop is a link that cannot be followed"),
+        ("to_file", "{base}/to_file is a link to {base}/file, which is no directory."),
+        ("file", "{base}/file is a file."),
+        ("file/out", "{base}/file/out cannot be made, since {base}/file is a file."),
+        ("file/a/b", "{base}/file/a/b cannot be made, since {base}/file is a file."),
+        ("nothing/out", "{base}/nothing/out cannot be made, since {base}/nothing is a link to {base}/not-there"),
+        ("loop/out", "{base}/loop/out cannot be made, since {base}/loop is a link that cannot be followed"),
+        ("full", "{base}/full is not empty."),
+        ("n" * 300, "File name too long. Name a directory with a shorter path."),
+        ("mount", "{base}/mount is where a file system is mounted"),
+    ],
+)
+def test_what_is_no_place_for_an_export_is_said_in_one_sentence(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    durable(cli.dirs, 4)
+    (tmp_path / "nothing").symlink_to("not-there")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "to_file").symlink_to("file")
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("old")
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path).endswith("/mount"))
+    before = sorted(os.listdir(tmp_path))
+    given = ("restore", "--job", "gpt", "--to", str(tmp_path / name), "--durable-dir", str(cli.dirs.durable))
+    code, out, err = cli(*given)
+    assert code in (2, 5)
+    assert out == ""
+    assert said.format(base=tmp_path) in err
+    assert "durable_dir" not in err
+    assert "Traceback" not in err
+    assert len([line for line in err.splitlines() if line.startswith("baftd")]) == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_an_export_to_no_name_is_not_one_to_the_working_directory(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
