@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -26,16 +27,16 @@ from tests.support.wire_rank import WireRank, together
 
 A, B = "a" * 32, "b" * 32
 MIB = 1 << 20
-SLOW = Machine(busy=2.0, windows=(0.2, 0.2))
-"""8 MiB in steps of 4.4 ms, of which 0.4 are windows."""
-ROOMY = Machine(busy=1.0, windows=(1.2, 1.2), inside=8e6)
+SLOW = Machine(busy=10.0, windows=(1.0, 1.0), inside=4e5, fence=2e5)
+"""8 MiB, 21 ms of copying, in steps of 22 ms, of which 2 are windows."""
+ROOMY = Machine(busy=5.0, windows=(6.0, 6.0), inside=16e5, fence=2e5)
 """Steps as long, whose windows hold 8 MiB twice."""
 AUTO = {"interval": "auto", "overhead_budget": "1 %", "overhead_probe": "off"}
 
 
 @contextmanager
 def paced(dirs: RunDirs, world: int, incarnation: str = A, **how: object) -> Iterator[list[PacedRank]]:
-    """All ranks of a start, loaded and declared. how: `machine`, `nbytes`."""
+    """All ranks of a start, loaded and declared. how: `machine`, `nbytes`, `job`."""
     ranks = [PacedRank(dirs, rank, world, incarnation, **how) for rank in range(world)]
     try:
         for rank in ranks:
@@ -49,8 +50,8 @@ def paced(dirs: RunDirs, world: int, incarnation: str = A, **how: object) -> Ite
             rank.close()
 
 
-def train(ranks: Sequence[PacedRank], first: int, last: int, pause: float = 0.01) -> None:
-    """Tell of steps, a hundred a second: the daemon decides by its own clock."""
+def train(ranks: Sequence[PacedRank], first: int, last: int, pause: float = 0.002) -> None:
+    """Tell of steps, some hundreds a second: the daemon decides by its own clock."""
     for step in range(first, last):
         for rank in ranks:
             rank.listen(pause / len(ranks))
@@ -58,30 +59,37 @@ def train(ranks: Sequence[PacedRank], first: int, last: int, pause: float = 0.01
 
 
 def until(
-    ranks: Sequence[PacedRank], first: int, ready: Callable[[], bool], what: Callable[[], str], most: int = 3000
+    ranks: Sequence[PacedRank], first: int, ready: Callable[[], bool], what: Callable[[], str], most: int = 10_000
 ) -> int:
-    """Train until `ready`; returns the next step."""
+    """Train until `ready`, for half a minute at most; returns the next step."""
+    deadline = time.monotonic() + 30
     for step in range(first, first + most):
         train(ranks, step, step + 1)
         if step % 10 == 0 and ready():
             return step + 1
-    raise AssertionError(f"not within {most} steps: {what()}")
+        if time.monotonic() > deadline:
+            break
+    raise AssertionError(f"not at step {step}: {what()}")
 
 
 def settled(daemon: Daemon, ranks: Sequence[PacedRank]) -> int:
-    """Train until a longer interval is in force, as it was published last; returns the next step."""
+    """Train until a longer interval is in force, as it was published last, and holds the budget; returns the next
+    step."""
     newest: list[int] = []
 
     def stands() -> bool:
         newest.append(ranks[0].cadences[-1].every)
         pacing = job_of(daemon).pacing
-        return pacing is not None and 1 < pacing.interval == newest[-1] and newest[-8:] == newest[-1:] * 8
+        if pacing is None or pacing.expected > pacing.budget:
+            return False
+        return 1 < pacing.interval == newest[-1] and newest[-8:] == newest[-1:] * 8
 
     return until(ranks, 1, stands, lambda: f"{job_of(daemon)}")
 
 
-def job_of(daemon: Daemon) -> JobStatus:
-    (job,) = daemon.status().jobs
+def job_of(daemon: Daemon, name: str = "") -> JobStatus:
+    """The only job, or the one of that name."""
+    (job,) = (job for job in daemon.status().jobs if name in ("", job.job))
     return job
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 
 from baft_client.declared import wire_entry
 from baftd.checkpoint.shard import TensorEntry
 from baftd.pipeline.events import Event, EventKind, pack_event
 from baftd.wire.messages import Cadence, CopyPlan, Declare, Declared, Message, ScheduleSaid, Timings
-from tests.support.wire_rank import WireRank
+from tests.support.wire_rank import JOB, WireRank
 
 __all__ = ["Machine", "PacedRank", "held_by"]
 
@@ -44,8 +45,9 @@ class Machine:
 class PacedRank(WireRank):
     """See the module. `machine` may change between steps."""
 
-    def __init__(self, *args: object, machine: Machine | None = None, nbytes: int = 8 << 20) -> None:
+    def __init__(self, *args: object, machine: Machine | None = None, nbytes: int = 8 << 20, job: str = JOB) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
+        self.job = job
         self.machine = machine or Machine()
         self.nbytes = nbytes
         self.plans: list[CopyPlan] = []
@@ -75,7 +77,7 @@ class PacedRank(WireRank):
     def listen(self, seconds: float = 0.0) -> None:
         """Take what the daemon has sent, for at least so long."""
         deadline = time.monotonic() + seconds
-        while self._socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+        while self._socket.poll(max(0, ceil((deadline - time.monotonic()) * 1000))):
             self._next(deadline + 1, "nothing")
 
     def lay_out(self, schedule: ScheduleSaid | None = None) -> Declared:

@@ -69,6 +69,8 @@ def content_of(step: int, rank: int, length: int) -> bytes:
 class WireRank:
     """One rank of one start. Close it."""
 
+    job = JOB
+
     def __init__(self, dirs: RunDirs, rank: int, world: int, incarnation: str) -> None:
         self.rank, self.world, self.incarnation = rank, world, incarnation
         self.token: WireToken | None = None
@@ -123,7 +125,7 @@ class WireRank:
         """Say who this is."""
         return self.ask(
             Hello(
-                job=JOB, rank=self.rank, world=self.world, incarnation=self.incarnation, pid=os.getpid(),
+                job=self.job, rank=self.rank, world=self.world, incarnation=self.incarnation, pid=os.getpid(),
                 pid_start=start_time(os.getpid()) or 0, token=self.token,
             ),
             Welcome,
@@ -131,7 +133,7 @@ class WireRank:
 
     def resume(self, **how: bool) -> ResumePlan:
         """Take part in the rendezvous; `hello` first."""
-        self.plan = self.ask(Resume(job=JOB, rank=self.rank, **how), ResumePlan)
+        self.plan = self.ask(Resume(job=self.job, rank=self.rank, **how), ResumePlan)
         self.token = self.plan.token
         return self.plan
 
@@ -172,7 +174,7 @@ class WireRank:
             self._next(deadline, "no grant")
         grant = self.grants.pop(0)
         room = self.declared.small_room
-        layout = plan_image(self.entries, room, job=JOB, rank=self.rank, world=self.world)
+        layout = plan_image(self.entries, room, job=self.job, rank=self.rank, world=self.world)
         small = b"small state of rank %d" % self.rank
         token = Token(self.token.epoch, self.token.incarnation)
         head = layout.render_header(token, step=step, updates=step, small_length=len(small))
@@ -182,7 +184,7 @@ class WireRank:
         chunks = layout.chunks(len(small))
         digests = digest_chunks(image, chunks)
         header = SlotHeader(
-            SlotState.FILLING, grant.generation, token, JOB, self.rank, self.world, step, step, length, len(small),
+            SlotState.FILLING, grant.generation, token, self.job, self.rank, self.world, step, step, length, len(small),
             layout.tree_digest, writer_pid=os.getpid(), writer_start=start_time(os.getpid()) or 0,
         )  # fmt: skip
         self.say(Begin(token=self.token, rank=self.rank, step=step, slot=grant.slot, generation=grant.generation))
