@@ -102,8 +102,8 @@ def export_images(
     file_limit: int = FILE_LIMIT,
     file_ops: FileOps | None = None,
 ) -> ExportResult:
-    """Write the tensors of one checkpoint's images, each once and whole, into `out_dir` (new, or empty; a link to an empty
-    directory is followed, and stays).
+    """Write the tensors of one checkpoint's images, each once and whole, into `out_dir` (new, or empty; a link to an
+    empty one is followed, and stays).
 
     `progress(done, total)`: bytes read to verify and written. Raises `VerificationFailed` (rank and chunk range
     named; also when a slot changed meanwhile), `UsageError` (`out_dir` is in use; images that do not belong

@@ -116,6 +116,11 @@ class Skips:
         wrapped = BaftError(f"job {self._standing.identity.job}, step {step}: no snapshot: {reason}")
         return self.skip(step, "error", reason, wrapped, begun=begun)
 
+    def refused(self, error: BaftError) -> None:
+        """Something failed that costs no snapshot yet: a strict session raises it at its next call."""
+        if self._strict and self._pending is None:
+            self._pending = error
+
     def raise_pending(self) -> None:
         """Raise what a strict session skipped over."""
         error, self._pending = self._pending, None

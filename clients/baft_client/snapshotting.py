@@ -217,7 +217,8 @@ class Snapshotting:
 
     def declare_early(self, step: int, sources: Sequence[Source], small: object) -> None:
         """Agree on a layout at a boundary that takes no snapshot, so that slots which do not fit are told of now, not
-        hours later, and the daemon knows of the job. Tried once: a refusal is repeated where a snapshot is due."""
+        hours later, and the daemon knows of the job. Tried once: a refusal is repeated where a snapshot is due, and
+        raised by a strict session at its next call."""
         token, self._early = self._standing.token, False
         assert token is not None
         problem: Exception | None
@@ -229,7 +230,12 @@ class Snapshotting:
             self._early = True  # other ranks have not declared yet
         elif problem is not None:
             note = "no snapshot can be taken as it is; tried again when the first one is due"
-            self._log.warning("not_declared", step=step, why=f"{type(problem).__name__}: {problem}", note=note)
+            why = f"{type(problem).__name__}: {problem}"
+            self._log.warning("not_declared", step=step, why=why, note=note)
+            if not isinstance(problem, BaftError):
+                job, rank = self._identity.job, self._identity.rank
+                problem = BaftError(f"job {job}, rank {rank}, step {step}: the layout is not declared: {why}")
+            self._skips.refused(problem)
 
     def _pace(self) -> int | None:
         """Bytes a second outside of windows, 0 for none; None: the engine copies all the time at full speed.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from baft_client.source import OutcomeKind
-from baftd.errors import NoRoom, TryAgain
+from baftd.errors import BaftError, LayoutError, NoRoom, TryAgain, Unreachable
 from baftd.wire.messages import Begin, Cadence, Declare, Skip, Timings
 from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
@@ -78,9 +80,9 @@ def test_each_period_tells_which_cadence_the_rank_goes_by(where: Places) -> None
 # ---------------------------------------------------------------- the first boundary, where the cadence leaves it out
 
 
-def early(where: Places, daemon: ScriptedDaemon) -> Trainer:
+def early(where: Places, daemon: ScriptedDaemon, **session: Any) -> Trainer:
     """A rank that knows before its first boundary that only every 10th step is taken."""
-    trainer = Trainer(where).join()
+    trainer = Trainer(where, **session).join()
     assert daemon.token is not None
     daemon.push(Cadence(token=daemon.token, from_step=0, every=10))
     soon(lambda: not trainer.session.due(1), "the cadence is heard of")
@@ -130,10 +132,65 @@ def test_slots_that_do_not_fit_are_told_of_at_once_and_tried_again_when_due(
         assert trainer.one_step().kind is OutcomeKind.SEALED
 
 
-def test_early_it_waits_for_other_ranks_from_boundary_to_boundary(where: Places) -> None:
-    with where.daemon(every=10) as daemon, early(where, daemon) as trainer:
+def small_is_no_data(trainer: Trainer, daemon: ScriptedDaemon) -> None:
+    trainer.small["bad"] = object()
+
+
+def there_is_no_room(trainer: Trainer, daemon: ScriptedDaemon) -> None:
+    daemon.refuse[Declare] = NoRoom("12 GB are needed")
+
+
+def ranges_contradict(trainer: Trainer, daemon: ScriptedDaemon) -> None:
+    daemon.refuse[Declare] = LayoutError("w0 is held twice")
+
+
+def nobody_answers(trainer: Trainer, daemon: ScriptedDaemon) -> None:
+    daemon.ignore.add(Declare)
+
+
+def something_of_ours_breaks(trainer: Trainer, daemon: ScriptedDaemon) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    trainer.session._layout.declare = broken  # type: ignore[assignment,method-assign]
+
+
+Spoil = Callable[[Trainer, ScriptedDaemon], None]
+REFUSED: dict[Spoil, tuple[type[BaftError], str]] = {
+    small_is_no_data: (BaftError, "bad"),
+    there_is_no_room: (NoRoom, "12 GB are needed"),
+    ranges_contradict: (LayoutError, "w0 is held twice"),
+    nobody_answers: (Unreachable, "no answer"),
+    something_of_ours_breaks: (BaftError, "step 1: the layout is not declared: ZeroDivisionError: ours"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("call", ["boundary", "fence", "pass_by"])
+@pytest.mark.parametrize("spoil", REFUSED, ids=lambda spoil: spoil.__name__)
+def test_a_strict_session_raises_what_was_refused_early_at_its_next_call(
+    where: Places, spoil: Spoil, call: str, strict: bool
+) -> None:
+    error, said = REFUSED[spoil]
+    options = {"declare_timeout": "200 ms"}
+    with where.daemon(every=10) as daemon, early(where, daemon, strict=strict, options=options) as trainer:
+        spoil(trainer, daemon)
+        assert trainer.boundary().kind is OutcomeKind.NOT_DUE
+        calls: dict[str, Callable[[], object]] = {
+            "boundary": trainer.boundary, "fence": trainer.fence, "pass_by": lambda: trainer.session.pass_by(2),
+        }  # fmt: skip
+        if strict:
+            with pytest.raises(error, match=said):
+                calls[call]()
+        calls[call]()  # once is enough
+        assert trainer.session.counters.skipped == {}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_early_it_waits_for_other_ranks_from_boundary_to_boundary(where: Places, strict: bool) -> None:
+    with where.daemon(every=10) as daemon, early(where, daemon, strict=strict) as trainer:
         daemon.refuse[Declare] = TryAgain("rank 1 has not declared yet")
-        trainer.one_step()
+        trainer.one_step()  # nor is that raised where it is strict
         assert trainer.session.undeclared
         daemon.refuse.clear()
         trainer.one_step()
