@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 from tests.support.daemon import ROOT
@@ -38,7 +38,7 @@ MESSAGE = 1 << 20
 def serve() -> None:
     """Fork what the socket on descriptor 0 asks for, until it is closed. One request at a time: JSON and the
     descriptors of stdin, stdout, stderr and a pipe for the exit status; the answer is the PID."""
-    for name in PRELOAD:
+    for name in sys.argv[1:] or PRELOAD:
         importlib.import_module(name)
     wake, woken = os.pipe()
     for fd in (wake, woken):
@@ -107,6 +107,17 @@ def become(command: dict[str, Any], fds: list[int], inherited: list[int]) -> Non
 # ---------------------------------------------------------------------------------------------- the handles
 
 
+def as_subprocess(zygote: Zygote) -> SimpleNamespace:
+    """What the module `subprocess` is for a script that starts `[python, SCRIPT, arguments]`: SCRIPT's `main` runs in a
+    process that the zygote forks. Everything else is as ever."""
+
+    def popen(command: Sequence[str], *, env: Mapping[str, str], **streams: Any) -> Forked:
+        return zygote.start(Path(command[1]).stem, command[2:], env=env, cwd=ROOT, **streams)
+
+    return SimpleNamespace(**{**vars(subprocess), "Popen": popen})
+
+
+
 class Forked:
     """What `subprocess.Popen` is for a process that the zygote has forked, as far as tests use it."""
 
@@ -158,9 +169,10 @@ class Forked:
 class Zygote:
     """The process that forks, and the place where it is asked to. May be used by several threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *preload: str, path: Sequence[str | Path] = ()) -> None:
+        """`preload`: modules to import instead of `PRELOAD`. `path`: more directories to find modules in."""
         environ = {key: value for key, value in os.environ.items() if not key.startswith("BAFTD_")}
-        paths = [str(ROOT), str(ROOT / "clients"), str(ROOT / "adapters"), environ.get("PYTHONPATH", "")]
+        paths = [*map(str, (ROOT, ROOT / "clients", ROOT / "adapters", *path)), environ.get("PYTHONPATH", "")]
         environ.update(
             PYTHONPATH=os.pathsep.join(path for path in paths if path), PYTHONFAULTHANDLER="1",
             OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1",
@@ -170,7 +182,7 @@ class Zygote:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", "from tests.support.zygote import serve; serve()"],
+                [sys.executable, "-c", "from tests.support.zygote import serve; serve()", *preload],
                 cwd=ROOT,
                 env=environ,
                 stdin=theirs.fileno(),
