@@ -253,7 +253,8 @@ class Checkpointer:
     def _boundary(self, *, force: bool = False) -> None:
         assert self._step is not None
         session, hooks = self._session, self._hooks
-        self._fence_quietly()
+        if not force:  # a fence would say that the state changes, and a step that is still open is dead with that
+            self._fence_quietly()
         if self._fenced_by_hand and not hooks.hooked:
             hooks.updates += 1  # an update of which only ckpt.fence() tells
         interrupted, moved = hooks.inside, hooks.updates != self._updates_at_boundary

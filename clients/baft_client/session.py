@@ -364,6 +364,7 @@ class Session(Described):
             BaftError: with `strict`, what a former call skipped over.
         """
         self._skips.close_open()
+        self._standing.close_open()
         self._skips.raise_pending()
         self._check_gate()
         return self._snapshots.guard(self._step, lambda: self._snapshots.fence(updates))
@@ -458,6 +459,7 @@ class Session(Described):
             return None
         try:
             self._skips.close_open()
+            self._standing.close_open()
             if self._phase == "training":
                 self._check_gate()
                 self._snapshots.guard(self._step, lambda: self._snapshots.fence(None))

@@ -92,7 +92,7 @@ class Standing(Handler):
         """The plan that was there when a layout was about to be declared."""
         self._planned = 0
         """Generation of the newest plan of this connection and layout: a daemon that was restarted counts anew."""
-        self._reached = self._forced = 0
+        self._reached = self._forced = self._open = 0
         self.late_cadences = 0
         """Times that a cadence was heard of after steps that it takes and that this rank had left out."""
         self._lock: RecordLock | None = None
@@ -114,8 +114,10 @@ class Standing(Handler):
 
     def takes(self, step: int, *, force: bool = False) -> bool:
         """The same at the boundary of `step`, or `force`: what is left out here is left out for good."""
+        if not (force and self._open == step):
+            self.close_open()
         with self.changed:
-            self._reached = step
+            self._reached, self._open = step, 0
             if force:
                 self._forced = step
             return force or self._cadence is None or self._cadence.due(step)
@@ -167,7 +169,7 @@ class Standing(Handler):
         """The rendezvous gave a token."""
         with self.changed:
             self.token = token
-            self._reached = self._forced = 0
+            self._reached = self._forced = self._open = 0
             self.changed.notify_all()
 
     def release(self) -> None:
@@ -301,7 +303,18 @@ class Standing(Handler):
         )
         known, self._cadence = self._cadence, cadence
         missed = None if known is None else cadence.missed(known, self._reached)
+        if missed is not None and missed == self._reached != self._forced:
+            self._open = missed  # its state is still there: `save` and `finish` may take it
+            assert known is not None
+            missed = cadence.missed(known, self._reached - 1)
         return missed if missed != self._forced else None
+
+    def close_open(self) -> None:
+        """The state is about to change: a step that word of the cadence came too late for is dead now."""
+        if self._open:
+            with self.changed:
+                missed, self._open = self._open, 0
+            self._say_missed(missed or None)
 
     def _say_missed(self, step: int | None) -> None:
         """A step that only some ranks hold must not stay open: this one says that it has none."""

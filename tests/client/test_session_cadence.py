@@ -10,7 +10,7 @@ import pytest
 
 from baft_client.source import OutcomeKind
 from baftd.errors import BaftError, LayoutError, NoRoom, TryAgain, Unreachable
-from baftd.wire.messages import Begin, Cadence, Declare, Skip, Timings
+from baftd.wire.messages import Begin, Cadence, Declare, Seal, Skip, Timings
 from tests.support.engines import soon
 from tests.support.scripted_daemon import ScriptedDaemon
 from tests.support.trainer import Places, Trainer
@@ -45,6 +45,34 @@ def test_a_late_cadence_is_answered_with_the_newest_step_that_was_left_out(where
         assert "cadence" in said.reason
         assert trainer.session._standing.late_cadences == 1
         assert trainer.one_step().kind is OutcomeKind.SEALED, "step 15 is taken as everywhere"
+
+
+def test_the_step_that_the_rank_is_at_stays_open_until_its_state_changes(where: Places) -> None:
+    with where.daemon(every=10) as daemon, started(where, daemon) as trainer:
+        push(trainer, daemon, 11, 7)
+        trainer.step -= 1
+        assert trainer.boundary(force=True).kind is OutcomeKind.BEGAN, "14 is taken by it, and may still be"
+        assert trainer.fence().kind is OutcomeKind.SEALED
+        assert [message.step for message in daemon.wait_for(Seal, count=3)][-1] == 14
+        assert not [message for message in daemon.received if isinstance(message, Skip)]
+
+
+@pytest.mark.parametrize("change", ["fence", "boundary", "finish"])
+def test_an_open_step_is_told_of_when_its_state_changes(where: Places, change: str) -> None:
+    with where.daemon(every=10) as daemon, started(where, daemon) as trainer:
+        push(trainer, daemon, 11, 7)
+        {"fence": trainer.fence, "boundary": trainer.one_step, "finish": trainer.session.finish}[change]()
+        assert [said.step for said in daemon.wait_for(Skip)] == [14]
+
+
+def test_steps_before_an_open_one_are_told_of_at_once(where: Places) -> None:
+    with where.daemon(every=10) as daemon, started(where, daemon) as trainer:
+        push(trainer, daemon, 10, 2)
+        assert [said.step for said in daemon.wait_for(Skip)] == [12]
+        trainer.step -= 1
+        assert trainer.boundary(force=True).kind is OutcomeKind.BEGAN
+        assert trainer.fence().kind is OutcomeKind.SEALED
+        assert [said.step for said in daemon.wait_for(Seal, count=3)][-1] == 14
 
 
 def test_a_cadence_that_comes_in_time_needs_no_skip(where: Places) -> None:
