@@ -182,3 +182,11 @@ def test_help_is_fast(run_dirs: RunDirs) -> None:
 def test_no_framework_is_loaded_by_daemon_or_client(run_dirs: RunDirs) -> None:
     statement = "import baftd.daemon.service, baft_client.session, baftd.cli.start, baftd.cli.status"
     assert loaded_by(statement, run_dirs)[1].isdisjoint(FRAMEWORKS)
+
+
+def test_the_largest_number_is_written_once() -> None:
+    """`baftd.limits.LARGEST`: what each room said by itself differed by one."""
+    wanted = re.compile(r"(1\s*<<|2\s*\*\*)\s*53|900719925474099[12]")
+    found = [str(path.relative_to(ROOT)) for path in python_files("baftd", "clients", "adapters")
+             if wanted.search(path.read_text())]  # fmt: skip
+    assert found == ["baftd/limits.py"]

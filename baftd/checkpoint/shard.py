@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import xxhash
 
 from baftd.errors import UsageError
+from baftd.limits import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -68,7 +69,7 @@ LARGE = 1 << 20
 SMALL_STATE = "baft.small_state"
 PAD_PREFIX = ".pad."
 MAX_NAME = 1024
-MAX_BYTES = (1 << 53) - 1
+MAX_BYTES = LARGEST
 
 NATIVE_DTYPES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,

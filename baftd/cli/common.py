@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from baftd.cli.render import complain, printable
 from baftd.errors import BaftError, ProtocolError, UsageError
+from baftd.limits import LARGEST
 
 if TYPE_CHECKING:
     from baftd.settings import Settings
@@ -37,7 +38,7 @@ JSON_VERSION = 1
 """Of every document that `--json` prints. Fields are added under the same number; a field that changes its meaning or
 goes raises it."""
 
-MOST_STEP = (1 << 53) - 1
+MOST_STEP = LARGEST
 """Messages hold no larger numbers."""
 
 R = TypeVar("R")

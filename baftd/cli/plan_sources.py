@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from baftd.cli.common import ask, connect, job_name, settings_of
 from baftd.errors import BaftError, LayoutError, UsageError
+from baftd.limits import LARGEST
 
 if TYPE_CHECKING:
     from baftd.checkpoint.layout import Layout
@@ -349,13 +350,13 @@ def _shapes(path: Path | None) -> tuple[dict[str, list[int]] | None, dict[str, s
     for name in table:
         if isinstance(given[name], dict):
             inner = table.table(name)
-            shapes[name] = list(inner.numbers("shape", most=1 << 53))
+            shapes[name] = list(inner.numbers("shape", most=LARGEST))
             dtype = inner.text("dtype", "")
             if dtype:
                 dtypes[name] = dtype
             inner.done()
         else:
-            shapes[name] = list(table.numbers(name, most=1 << 53))
+            shapes[name] = list(table.numbers(name, most=LARGEST))
     return shapes, dtypes
 
 

@@ -56,6 +56,7 @@ from typing import Any, Literal
 from baftd.checkpoint.identity import MAX_WORLD
 from baftd.errors import UsageError
 from baftd.formats.strict_table import StrictTable, named, nearest
+from baftd.limits import LARGEST
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -65,7 +66,7 @@ else:
 __all__ = ["Declaration", "OptimizerRule", "Split", "TensorRule", "parse_declaration"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_MAX_SIZE = (1 << 53) - 1
+_MAX_SIZE = LARGEST
 _MAX_EACH = 1_000_000
 
 

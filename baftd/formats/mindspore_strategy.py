@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from baftd.errors import FormatError
 from baftd.formats.protobuf import Message, read_message, signed
+from baftd.limits import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -34,7 +35,7 @@ MAX_FILE = 256 << 20
 MAX_NAME = 1024
 MAX_DIMENSIONS = 64
 MAX_DEVICES = 1 << 31
-MAX_SIZE = 1 << 53
+MAX_SIZE = LARGEST
 
 _LAYOUT_KEYS = {
     "dev_matrix", "tensor_map", "tensor_shape", "field", "opt_weight_shard_step", "opt_weight_shard_size",

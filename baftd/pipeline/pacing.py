@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from baftd.limits import LARGEST
 from baftd.pipeline.profile import WAKE, low
 
 __all__ = [
@@ -21,7 +22,7 @@ __all__ = [
 
 BLOCK = 256 * 1024
 """Bytes: the engine stops at whole blocks only."""
-NO_LIMIT = (1 << 53) - 1
+NO_LIMIT = LARGEST
 """The budget of a window that has none; the largest number that a message takes. No number of a plan is above it,
 whatever was measured: a plan that cannot be sent would leave a rank without any."""
 ASSUMED_RATE = 4e9

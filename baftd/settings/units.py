@@ -10,6 +10,8 @@ import math
 import re
 from dataclasses import dataclass
 
+from baftd.limits import LARGEST
+
 __all__ = ["Every", "format_duration", "format_share", "format_size", "parse_duration", "parse_every", "parse_share",
            "parse_size", "parse_steps"]  # fmt: skip
 
@@ -30,7 +32,7 @@ _TIME_UNITS = {
 
 _MAX_SIZE = 1 << 60
 _MAX_SECONDS = 10 * 365 * 86400.0
-_MAX_STEPS = (1 << 53) - 1
+_MAX_STEPS = LARGEST
 
 
 def _split(value: object, expected: str) -> tuple[int | float, str]:

@@ -17,6 +17,7 @@ from baftd.checkpoint.framing import encode_record, read_manifest
 from baftd.checkpoint.identity import CheckpointId, Token
 from baftd.checkpoint.shard import CHUNK, root_digest
 from baftd.errors import FormatError, UsageError
+from baftd.limits import LARGEST
 from baftd.storage.interface import ChunkTable, ShardRecord
 
 __all__ = [
@@ -33,7 +34,7 @@ _BATCH = 4096
 """Parts in one record of a checkpoint's manifest."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-Epoch = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
+Epoch = Annotated[int, Meta(ge=1, le=LARGEST)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 World = Annotated[int, Meta(ge=1, le=1 << 20)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
+from baftd.limits import LARGEST
+
 __all__ = ["DAEMON_COUNTERS", "JOB_COUNTERS", "Counters"]
 
 JOB_COUNTERS: Mapping[str, str] = {
@@ -57,7 +59,7 @@ DAEMON_COUNTERS: Mapping[str, str] = {
 }
 """Counters of one daemon."""
 
-MOST = (1 << 53) - 1
+MOST = LARGEST
 """At which a counter stays: the largest number that a message takes. Some hundred GB a step come to it in a week."""
 
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from baftd.errors import BaftError, ProtocolError, error_class
+from baftd.limits import LARGEST
 from baftd.wire import messages
 from baftd.wire.messages import PROTOCOL, ErrorReply, Message, Reply, Request
 
@@ -194,7 +195,7 @@ def message_id(frames: Sequence[bytes]) -> int:
     except ProtocolError:
         return 0
     head = _read_head(frames[0])
-    return head.id if head is not None and 0 <= head.id < 1 << 53 else 0
+    return head.id if head is not None and 0 <= head.id <= LARGEST else 0
 
 
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)

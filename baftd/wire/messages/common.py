@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from baftd.limits import LARGEST
+
 __all__ = [
     "PROTOCOL",
     "Count",
@@ -25,10 +27,10 @@ __all__ = [
 
 PROTOCOL = 1
 
-Count = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+Count = Annotated[int, Meta(ge=0, le=LARGEST)]
 Nanoseconds = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 """Of CLOCK_MONOTONIC: after 104 days without a restart they no longer fit into a `Count`."""
-Epoch = Annotated[int, Meta(ge=1, le=(1 << 53) - 1)]
+Epoch = Annotated[int, Meta(ge=1, le=LARGEST)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 20)]
 World = Annotated[int, Meta(ge=1, le=1 << 20)]
 Text = Annotated[str, Meta(max_length=4096)]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from baftd.limits import LARGEST
 from baftd.wire.messages.common import Count, Job, Message, Name, Nanoseconds, Rank, Text, WireToken
 
 __all__ = [
@@ -199,7 +200,7 @@ class TraceRequest(Message, tag="trace_request"):
 
     job: Job
     first: Count = 0
-    last: Count = (1 << 53) - 1
+    last: Count = LARGEST
 
 
 class RankStep(Struct, frozen=True, kw_only=True):
